@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from batching import Batch  # noqa: E402
 from config import Objective  # noqa: E402
 from run.files import write_json  # noqa: E402
-from run.rundir import circumstances  # noqa: E402
+from run.rundir import provenance  # noqa: E402
 from update import Learner, update_policy  # noqa: E402
 
 
@@ -35,7 +35,7 @@ class Results:
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         folder = ROOT / ("benchmarks/results" if options.commit else "runs/benchmarks")
-        self.path, self.about = options.out or folder / name, circumstances()
+        self.path, self.about = options.out or folder / name, provenance()
 
     def write(self, content: dict[str, Any]) -> None:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

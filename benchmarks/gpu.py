@@ -187,7 +187,7 @@ def measure_updates(shape: Shape, context: int, repeats: int) -> list[dict[str, 
             rows.append(measure(setup, shape, context, repeats))
             print("\n".join(update_table(rows[-1:])), flush=True)
             gc.collect()  # sharded models contain reference cycles
-            clock.return_freed()
+            clock.release_memory()
         distributed.leave()
     return rows
 
@@ -272,7 +272,7 @@ def main() -> int:
     updates = measure_updates(shape, o.context, o.repeats)
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(shape, Path(folder))
-        clock.return_freed()
+        clock.release_memory()
         words = [*(() if on_gpu else ON_CPU), *o.words]
         runs = {name: play(Path(folder), [*lora, *words]) for name, lora in RUNS.items()}
     results.write({"shape": o.shape, "words": o.words, "update": updates, "runs": runs})

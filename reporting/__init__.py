@@ -1,1 +1,1 @@
-"""What is measured and shown: metrics, sentinels, plots, scores, tables, models behind an API."""
+"""Reporting: metrics, sentinels, plots, scores, trackers and the benchmark table."""

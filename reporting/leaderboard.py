@@ -1,17 +1,17 @@
 """
-The benchmark's table: one model's scores in every environment, beside the paper's numbers.
+The benchmark table compares one model's scores in every environment with the paper's numbers.
 
-The paper's (arXiv 2509.08755, success in %, Qwen2.5-Instruct):
+The paper (arXiv 2509.08755) reports the success in % of these models, all Qwen2.5-Instruct:
 
-    base 3B, base 7B    the model before any training
+    base 3B, base 7B    before any training
     AG-3B, AG-7B        trained at a fixed horizon
-    SI-7B               trained with ScalingInter-RL; the only one given per sub-task
+    SI-7B               trained with ScalingInter-RL; the only one reported per sub-task
 
-They are of one sample per task at temperature 1, with at most `max_rounds` turns, over `items`
-tasks, without intervals. "!" marks a row whose number of tasks is not the paper's; other
-differences are listed below the table. The authors do not say how many tasks a sub-task has; the
-counts in `PAPER` are the ones that fit all their percentages. An environment without numbers, or
-whose evaluation was cut short, keeps its row with the reason.
+Its numbers are for one sample per task at temperature 1, with at most `max_rounds` turns, over
+`items` tasks, without intervals. "!" marks a row with another number of tasks than in the paper;
+other differences are listed below the table. The authors do not say how many tasks a sub-task has;
+the counts in `PAPER` are the ones that fit all their percentages. If an environment could not be
+measured, or only in part, its row gives the reason.
 
 Read next: evaluate.py (`--env all`).
 """
@@ -29,14 +29,16 @@ REASON = "not measured: "
 
 @dataclass(frozen=True)
 class Paper:
-    items: int  # tasks of its test
-    max_rounds: int  # turns, as its evaluation scripts set them
+    """The paper's numbers for one environment."""
+
+    items: int  # number of test tasks
+    max_rounds: int  # turn limit in the paper's evaluation scripts
     success: tuple[float, ...]  # %, in the order of MODELS
-    subtasks: Mapping[str, tuple[int, float]]  # name -> tasks of its test, SI-7B in %
-    ours: str = ""  # what differs in our environment
+    subtasks: Mapping[str, tuple[int, float]]  # name -> number of test tasks, SI-7B in %
+    ours: str = ""  # how our environment differs (a key of benchmark.json)
 
     def row(self, name: str) -> tuple[int, tuple[float | None, ...]]:
-        """Tasks and success per model of a sub-task, or of "all"; 0 tasks if it has none."""
+        """Number of tasks and success per model, for a sub-task or "all"; 0 if it is unknown."""
         if name == "all":
             return self.items, self.success
         items, success = self.subtasks.get(name, (0, None))
@@ -55,7 +57,7 @@ PAPER = {
         90, 20, (52.2, 66.7, 93.3, 92.2, 96.7),
         {"GoTo": (55, 100.0), "Pickup": (15, 93.3), "ActionObjDoor": (5, 100.0),
          "FindObjS7": (5, 80.0), "OneRoomS20": (5, 80.0), "SynthLoc": (5, 100.0)},
-        "an episode ends whenever its mission is done, the test ids are our own",
+        "an episode ends as soon as its mission is done, the test ids are our own",
     ),
     "sciworld": Paper(
         200, 30, (1.0, 1.5, 22.5, 50.5, 57.0),
@@ -77,12 +79,12 @@ PAPER = {
 }
 # fmt: on
 
-Summary = Mapping[str, Any]  # of scoring.summarize
+Summary = Mapping[str, Any]  # the result of scoring.summarize
 
 
 @dataclass
 class Benchmark:
-    """One model's scores: per environment a summary, or the reason why there is none."""
+    """One model's scores: for each environment a summary, or the reason why there is none."""
 
     model: str
     samples: int
@@ -91,33 +93,35 @@ class Benchmark:
     families: dict[str, Summary | str] = field(default_factory=dict)
 
     @property
-    def measured(self) -> dict[str, Summary]:
+    def summaries(self) -> dict[str, Summary]:
         return {env: s for env, s in self.families.items() if not isinstance(s, str)}
 
 
 def differences(benchmark: Benchmark) -> list[str]:
-    """What makes the measured numbers not comparable to the paper's; one line each."""
+    """Reasons why the measured numbers are not comparable to the paper's, one per line."""
     lines = []
-    if benchmark.measured and benchmark.temperature != PAPER_TEMPERATURE:
+    if benchmark.summaries and benchmark.temperature != PAPER_TEMPERATURE:
         lines.append(f"temperature {benchmark.temperature:g}, the paper's is {PAPER_TEMPERATURE:g}")
-    for env, summary in benchmark.measured.items():
+    for env, summary in benchmark.summaries.items():
         lost, rounds = summary["lost"], summary["max_rounds"][-1]
         if lost["trajectories"]:
-            of = f"{lost['trajectories']} of {lost['of']}"
-            lines.append(f"{env}: {of} episodes were lost to infrastructure, they are in no number")
+            count = f"{lost['trajectories']} of {lost['of']}"
+            lines.append(f"{env}: {count} episodes were lost to infrastructure and left out")
         if env not in PAPER:
             continue
-        counts = {name: (_items(row), PAPER[env].row(name)[0]) for name, row in _ours(env, summary)}
-        others = [f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper]
-        if others:
-            lines.append(f"{env}: other tasks than the paper's test ({', '.join(others)})")
+        counts = {name: (_items(row), PAPER[env].row(name)[0]) for name, row in _rows(env, summary)}
+        wrong_counts = [
+            f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper
+        ]
+        if wrong_counts:
+            lines.append(f"{env}: other tasks than the paper's test ({', '.join(wrong_counts)})")
         if rounds != PAPER[env].max_rounds:
-            lines.append(f"{env}: up to {rounds} turns, the paper's {PAPER[env].max_rounds}")
+            lines.append(f"{env}: up to {rounds} turns, in the paper {PAPER[env].max_rounds}")
     return lines
 
 
 def to_json(benchmark: Benchmark) -> dict[str, Any]:
-    """The content of benchmark.json: the table's numbers, unrounded, and the paper's."""
+    """The content of benchmark.json: the table's numbers, not rounded, and the paper's."""
     content = asdict(benchmark) | {"differences": differences(benchmark)}
     for env, summary in benchmark.families.items():
         keys = ("max_rounds", "overall", "subtasks", "lost")
@@ -130,9 +134,9 @@ def to_json(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def format_markdown(benchmark: Benchmark) -> str:
-    """The table, aligned so that it can be read in a terminal too."""
+    """The table in Markdown, aligned for reading in a terminal."""
     b = benchmark
-    rows = [[cell.replace("|", "/") for cell in row] for row in _rows(b)]
+    rows = [[cell.replace("|", "/") for cell in row] for row in _table(b)]
     widths = [
         max(3, *(len(row[i]) for row in rows if i != 1 or not row[1].startswith(REASON)))
         for i in range(len(rows[0]))
@@ -142,50 +146,51 @@ def format_markdown(benchmark: Benchmark) -> str:
         [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
         for row in rows
     ]
-    title = f"# {b.model}: {b.samples} per task, temperature {b.temperature:g}, seed {b.seed}"
+    samples = f"{b.samples} sample{'s' * (b.samples > 1)} per task"
+    title = f"# {b.model}: {samples}, temperature {b.temperature:g}, seed {b.seed}"
     lines = [f"| {' | '.join(cells)} |" for cells in table]
     notes = [line for note in _notes(b) for line in ("", note)]
     return "\n".join([title, "", *lines, *notes]) + "\n"
 
 
-def _rows(benchmark: Benchmark) -> list[list[str]]:
-    """A heading, then for each environment its sub-tasks and "all"."""
+def _table(benchmark: Benchmark) -> list[list[str]]:
+    """The cells: a header row, then for each environment its sub-tasks and "all"."""
     k = benchmark.samples
     scores = {"avg": f"avg@{k} % [95 %]"} | ({"pass": f"pass@{k} % [95 %]"} if k > 1 else {})
     rows = [["family", "sub-task", "items", *scores.values(), "paper's items", *MODELS]]
     for env, summary in benchmark.families.items():
         if isinstance(summary, str):
             reason = " ".join(summary.split())
-            if len(reason) > 200:  # of a traceback the end says what is wrong
+            if len(reason) > 200:  # keep both ends: a traceback ends with the error
                 reason = f"{reason[:100]} ... {reason[-100:]}"
             rows.append([env, REASON + reason, *[""] * (1 + len(scores)), *_published(env, "all")])
             continue
-        for name, row in _ours(env, summary):
-            is_other = env in PAPER and _items(row) != PAPER[env].row(name)[0]
-            items = f"{_items(row)} !" if is_other else str(_items(row))
+        for name, row in _rows(env, summary):
+            is_wrong_count = env in PAPER and _items(row) != PAPER[env].row(name)[0]
+            items = f"{_items(row)} !" if is_wrong_count else str(_items(row))
             cells = [percent(row[key]) if row else "-" for key in scores]
             rows.append([env, name, items, *cells, *_published(env, name)])
     return rows
 
 
 def _notes(benchmark: Benchmark) -> list[str]:
-    turns = [f"{env} {summary['max_rounds'][-1]}" for env, summary in benchmark.measured.items()]
-    ours = [f"{env}: {PAPER[env].ours}" for env in benchmark.families if env in PAPER]
+    turns = [f"{env} {summary['max_rounds'][-1]}" for env, summary in benchmark.summaries.items()]
+    notes = [f"{env}: {PAPER[env].ours}" for env in benchmark.families if env in PAPER]
     return [
         *(f"! not comparable: {line}" for line in differences(benchmark)),
-        *([f"Turns of an episode at most: {', '.join(turns)}."] if turns else []),
+        *([f"Maximum number of turns per episode: {', '.join(turns)}."] if turns else []),
         "The paper's numbers: success in %, one sample per task at temperature 1 (arXiv "
-        "2509.08755); how many items a sub-task has is inferred from its percentages.",
-        *([f"What differs in our environments: {'; '.join(ours)}."] if ours else []),
+        "2509.08755); the number of items per sub-task is inferred from its percentages.",
+        *([f"Differences of our environments: {'; '.join(notes)}."] if notes else []),
     ]
 
 
-def _ours(env: str, summary: Summary) -> list[tuple[str, Summary | None]]:
-    """(name, row): the paper's sub-tasks in its order, those it lacks, then "all"."""
-    measured = summary["subtasks"]
-    published = PAPER[env].subtasks if env in PAPER else {}
-    names = dict.fromkeys([*published, *measured])
-    return [*((name, measured.get(name)) for name in names), ("all", summary["overall"])]
+def _rows(env: str, summary: Summary) -> list[tuple[str, Summary | None]]:
+    """(name, row): the paper's sub-tasks in its order, then other sub-tasks, then "all"."""
+    subtasks = summary["subtasks"]
+    paper_subtasks = PAPER[env].subtasks if env in PAPER else {}
+    names = dict.fromkeys([*paper_subtasks, *subtasks])
+    return [*((name, subtasks.get(name)) for name in names), ("all", summary["overall"])]
 
 
 def _items(row: Summary | None) -> int:
@@ -193,7 +198,7 @@ def _items(row: Summary | None) -> int:
 
 
 def _published(env: str, name: str) -> list[str]:
-    """The right-hand cells: the paper's items and one number per model."""
+    """The cells on the right: the paper's number of items, and its success per model."""
     if env not in PAPER:
         return [""] * (1 + len(MODELS))
     items, success = PAPER[env].row(name)

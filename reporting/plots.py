@@ -21,7 +21,7 @@ from typing import Any
 
 from envs import env_name
 from reporting.logs import read_log
-from run.files import aside
+from run.files import atomic_path
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, YELLOW, BLACK, GREY = "#56b4e9", "#e69f00", "#24292f", "#8a8f98"
@@ -56,7 +56,7 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(width, height), layout="constrained")
         yield picture
-        with aside(path) as new:
+        with atomic_path(path) as new:
             picture.savefig(new, dpi=130)
 
 

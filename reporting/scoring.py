@@ -1,5 +1,5 @@
 """
-Scores: how often is a task solved, and how sure is that number?
+Scores: how often does the agent solve a task, and how certain is that number?
 
 Every held-out task i = 1..m is played k times; n_i of the episodes are valid, c_i solve the task.
 
@@ -7,23 +7,23 @@ Every held-out task i = 1..m is played k times; n_i of the episodes are valid, c
     pass@k' = (1/m) Σ_i [1 - C(n_i - c_i, k') / C(n_i, k')]  unbiased for every k' <= n_i (Chen et
                                                              al. 2021, arXiv 2107.03374, eq. 1)
 
-The second is the chance that k' samples drawn without replacement from the n_i hold a solved one.
-"Solved" is what the environment calls solved (`info["success"]`), never a score above 0. Episodes
-that a dead server ended say nothing about the policy: they are in no number and are counted.
+pass@k' is the chance that at least one of k' samples, drawn without replacement from the n_i, is
+solved. The environment decides what is solved (`info["success"]`); a score above 0 is not enough.
+Episodes lost to a dead server say nothing about the policy, so they are left out and counted.
 
 Intervals. Tasks differ far more than samples of one task, so tasks are resampled: draw m tasks with
-replacement 10,000 times, take the 2.5 and the 97.5 percentile of the means. Two cases in which the
-percentiles claim too much:
-- All tasks have the same value v. With q = 0.025^(1/m): if fewer than a share q of all tasks had
-  this value, m tasks that all have it would turn up in less than 2.5 % of the draws. So the mean
-  lies in [q·v, q·v + 1 - q], which for v = 0 and v = 1 is Clopper and Pearson's interval.
-- All but one to four tasks are unsolved (or solved). The share of tasks that differ has Clopper and
-  Pearson's interval [low, high]; the mean lies between low times the difference that was seen and
-  high times the largest that is possible.
+replacement 10,000 times, and take the 2.5 and 97.5 percentiles of the means. In two cases these
+percentiles would be too narrow:
+- All tasks have the same value v. Let q = 0.025^(1/m). If less than a share q of all tasks had this
+  value, a draw of m tasks that all have it would have a chance below 2.5 %. So the mean is in
+  [q·v, q·v + 1 - q]; for v = 0 and v = 1 this is Clopper and Pearson's interval.
+- All but one to four tasks are unsolved (or solved). Let [low, high] be Clopper and Pearson's
+  interval of the share of tasks that differ. The mean is between low times their observed
+  difference and high times the largest possible difference.
 
-Curves over turns cost one run: the policy is never told the horizon, and what is sampled in turn n
-depends on nothing after it, so an episode under max_rounds N is the first N turns of the same
-episode under a longer horizon: solved within N <=> solved, in at most N turns.
+A curve over turns needs only one run. The policy never sees the horizon, and turn n depends only on
+the turns before it. So an episode under max_rounds N is the first N turns of the same episode under
+a longer horizon: it is solved within N turns if and only if it is solved and has at most N turns.
 
     >>> none_of_31 = bootstrap([0.0] * 31)
     >>> none_of_31["low"], round(none_of_31["high"], 3)
@@ -49,7 +49,7 @@ from trajectory import LOST, Trajectory
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
 
 NUM_RESAMPLES = 10_000
-FEW = 5  # fewer tasks than this that differ from all others say too little for percentiles
+FEW = 5  # with fewer tasks that differ from all others, percentiles are not reliable
 
 
 # -------------------------------------------------------------------------------------- intervals
@@ -58,12 +58,12 @@ FEW = 5  # fewer tasks than this that differ from all others say too little for 
 def bootstrap(
     values: Sequence[float], seed: int = 0, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> Estimate:
-    """Mean over items with its 95 % percentile interval.
+    """Mean over items with its 95 % interval, by the percentile bootstrap.
 
     Args:
         values: one number per item (task).
-        bounds: the range that such a number can have.
-    Returns: value, low, high, items; the first three are None for no items.
+        bounds: smallest and largest possible value.
+    Returns: value, low, high, items; the first three are None if there are no items.
     """
     if not len(values):
         return {"value": None, "low": None, "high": None, "items": 0}
@@ -79,10 +79,10 @@ def bootstrap(
 
 
 def _resampled_means(x: np.ndarray, seed: int) -> np.ndarray:
-    """(R,); the draws depend only on m and the seed, so equal tasks are drawn in every table."""
+    """(R,); the draws depend only on m and the seed, so every table draws the same tasks."""
     if len(x) <= 300:
         return _resamples(len(x), seed) @ x
-    generator = np.random.default_rng(seed)  # a slice at a time, to spare memory
+    generator = np.random.default_rng(seed)  # in slices, to save memory
     slices = (_draw(generator, len(x), 500) for _ in range(0, NUM_RESAMPLES, 500))
     return np.concatenate([weights @ x for weights in slices])
 
@@ -93,62 +93,66 @@ def _resamples(num_items: int, seed: int) -> np.ndarray:
 
 
 def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarray:
-    """How often each item is drawn, over the number of items: (rows, num_items)."""
+    """Weight of each item in each resample, (rows, num_items): its number of draws over
+    num_items."""
     return generator.multinomial(num_items, np.full(num_items, 1 / num_items), rows) / num_items
 
 
 def _interval_of_few(x: np.ndarray, bounds: tuple[float, float]) -> tuple[float, float] | None:
-    """The interval if all but one to four items lie at the same bound, otherwise None. It never
-    applies to differences, -1 to 1: most of them are 0, which is not a bound."""
-    for bound, other in (bounds, bounds[::-1]):
-        away = x[x != bound]
-        if 0 < len(away) < min(FEW, len(x) / 2):
-            low, high = binomial_interval(len(away), len(x))
-            ends = bound + low * (away.mean() - bound), bound + high * (other - bound)
+    """The interval if all but one to four items have the value of one bound, otherwise None. It
+    rarely applies to differences (-1 to 1): most of them are 0, which is not a bound."""
+    for bound, opposite_bound in (bounds, bounds[::-1]):
+        outliers = x[x != bound]
+        if 0 < len(outliers) < min(FEW, len(x) / 2):
+            low, high = binomial_interval(len(outliers), len(x))
+            ends = (
+                bound + low * (outliers.mean() - bound),
+                bound + high * (opposite_bound - bound),
+            )
             return min(ends), max(ends)
     return None
 
 
 def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval of a share: the shares for which seeing so many successes
-    or more, and so many or fewer, both have a chance of at least 2.5 %.
+    """Clopper and Pearson's 95 % interval of a share. It contains the shares for which at least
+    this many successes, and at most this many, both have a probability of at least 2.5 %.
 
     >>> [round(end, 3) for end in binomial_interval(1, 31)]
     [0.001, 0.167]
     """
 
-    def share_where(count: int, chance: float) -> float:
-        """The share under which `count` or fewer successes have that chance, by bisection."""
+    def share_where(count: int, probability: float) -> float:
+        """The share at which `count` or fewer successes have this probability, by bisection."""
         low, high = 0.0, 1.0
         for _ in range(60):
             p = (low + high) / 2
             terms = [
                 math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count + 1)
             ]
-            low, high = (p, high) if sum(terms) > chance else (low, p)
+            low, high = (p, high) if sum(terms) > probability else (low, p)
         return (low + high) / 2
 
     return share_where(successes - 1, 0.975), share_where(successes, 0.025)
 
 
 def paired_bootstrap(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
-    """Mean difference after - before over the tasks that both have, with its 95 % interval.
+    """Mean difference after - before over the tasks in both, with its 95 % interval.
 
-    Pairing removes what makes tasks differ: two agents can have wide, overlapping intervals and
-    still differ for certain, because one is better on nearly every task.
+    Pairing removes the differences between tasks. Two agents can have wide, overlapping intervals
+    and still be clearly different, because one is better on nearly every task.
 
     Args:
         before, after: task_id -> a number in 0..1 (the share of solved samples).
     """
-    both = sorted(before.keys() & after.keys())
-    return bootstrap([after[task] - before[task] for task in both], bounds=(-1.0, 1.0))
+    tasks = sorted(before.keys() & after.keys())
+    return bootstrap([after[task] - before[task] for task in tasks], bounds=(-1.0, 1.0))
 
 
 # ------------------------------------------------------------------------ trajectories to a summary
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a solved one.
+    """Chance that at least one of k samples, drawn without replacement, is solved.
 
     >>> pass_at_k(num_samples=4, num_solved=1, k=2)
     0.5
@@ -158,17 +162,17 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Item:
-    """One task: the valid trajectories played on it, cut at some horizon."""
+    """One task and its valid trajectories, cut at some horizon."""
 
     env: str
     subtask: str
-    solved: list[bool] = field(default_factory=list)
+    successes: list[bool] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
     @property
     def avg(self) -> float:
-        return _mean(self.solved)
+        return _mean(self.successes)
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -176,13 +180,13 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def _items(trajectories: Sequence[Trajectory], horizon: float = math.inf) -> dict[str, Item]:
-    """task_id -> what happened within `horizon` turns; tasks without a valid sample are absent."""
+    """task_id -> its results within `horizon` turns; tasks without a valid sample are absent."""
     items: dict[str, Item] = {}
     for t in trajectories:
         if not _is_lost(t):
             item = items.setdefault(t.task_id, Item(t.env, t.subtask))
             turns = [turn for n, turn in enumerate(t.turns, start=1) if n <= horizon]
-            item.solved.append(t.success and len(t.turns) <= horizon)
+            item.successes.append(t.success and len(t.turns) <= horizon)
             item.returns.append(sum(turn.reward for turn in turns))
             item.turns.append(len(turns))
     return items
@@ -194,8 +198,11 @@ def _is_lost(trajectory: Trajectory) -> bool:
 
 def _pass_estimate(items: Sequence[Item], k: int, seed: int) -> Estimate:
     """pass@k over the tasks that have at least k valid samples."""
-    enough = [item for item in items if len(item.solved) >= k]
-    chances = [pass_at_k(len(item.solved), sum(item.solved), k) for item in enough]
+    chances = [
+        pass_at_k(len(item.successes), sum(item.successes), k)
+        for item in items
+        if len(item.successes) >= k
+    ]
     return bootstrap(chances, seed)
 
 
@@ -221,51 +228,54 @@ def summarize(
     """The content of `eval/step_*.json`.
 
     Args:
-        trajectories: all that were played, lost ones included; tasks may differ in their number.
-        samples: k, the samples asked for per task.
-        max_rounds: horizons of the curve over turns; the longest is the one that was played.
-        step: training step, 0 for an evaluation of its own.
-        seed: of the bootstrap.
+        trajectories: all that were played, lost ones included; their number per task can differ.
+        samples: k, the number of samples requested per task.
+        max_rounds: horizons of the curve over turns; the episodes were played with the longest.
+        step: training step, 0 for an evaluation by evaluate.py.
+        seed: seed of the bootstrap.
     Returns:
-        `overall`, `worlds` {environment: row} and `subtasks` {name: row}, a row being {items,
-        trajectories, avg, pass, return_mean, turns_mean} with avg, pass = {value, low, high,
-        items}; `pass_curve` over k' and `rounds_curve` over turns; `items` {task_id: counts};
-        `stop_reasons`; `lost`.
+        `overall`: a row {items, trajectories, avg, pass, return_mean, turns_mean}, in which avg
+            and pass are {value, low, high, items}.
+        `worlds` {environment: row}, `subtasks` {name: row}.
+        `pass_curve` over k', `rounds_curve` over turns.
+        `items` {task_id: counts}, `stop_reasons`, `lost`.
     """
     items = _items(trajectories)
-    every = list(items.values())
-    num_envs = Counter(subtask for _, subtask in {(item.env, item.subtask) for item in every})
+    all_items = list(items.values())
+    num_envs = Counter(subtask for _, subtask in {(item.env, item.subtask) for item in all_items})
     by_env: dict[str, list[Item]] = defaultdict(list)
     by_subtask: dict[str, list[Item]] = defaultdict(list)
-    for item in every:
+    for item in all_items:
         by_env[item.env].append(item)
         is_unique = num_envs[item.subtask] == 1
         by_subtask[item.subtask if is_unique else f"{item.env}: {item.subtask}"].append(item)
-    lost = [t for t in trajectories if _is_lost(t)]
+    lost_trajectories = [t for t in trajectories if _is_lost(t)]
     return {
         "step": step,
         "samples": samples,
         "max_rounds": sorted(max_rounds),
-        "overall": _row(every, samples, seed),
-        "worlds": {name: _row(own, samples, seed) for name, own in by_env.items()},
+        "overall": _row(all_items, samples, seed),
+        "worlds": {name: _row(env_items, samples, seed) for name, env_items in by_env.items()},
         "subtasks": {name: _row(by_subtask[name], samples, seed) for name in sorted(by_subtask)},
-        "pass_curve": [{"k": k} | _pass_estimate(every, k, seed) for k in range(1, samples + 1)],
+        "pass_curve": [
+            {"k": k} | _pass_estimate(all_items, k, seed) for k in range(1, samples + 1)
+        ],
         "rounds_curve": [
             {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples, seed)
             for n in sorted(max_rounds)
         ],
         "stop_reasons": dict(sorted(Counter(str(t.stop_reason) for t in trajectories).items())),
         "lost": {
-            "trajectories": len(lost),
+            "trajectories": len(lost_trajectories),
             "of": len(trajectories),
-            "items_without_sample": sorted({t.task_id for t in lost} - items.keys()),
-            "last_error": next((t.error for t in reversed(lost) if t.error), None),
+            "items_without_sample": sorted({t.task_id for t in lost_trajectories} - items.keys()),
+            "last_error": next((t.error for t in reversed(lost_trajectories) if t.error), None),
         },
         "items": {
             task_id: {
                 "subtask": item.subtask,
-                "samples": len(item.solved),
-                "solved": sum(item.solved),
+                "samples": len(item.successes),
+                "solved": sum(item.successes),
                 "avg": item.avg,
                 "return_mean": _mean(item.returns),
                 "turns_mean": _mean(item.turns),
@@ -275,11 +285,11 @@ def summarize(
     }
 
 
-# ---------------------------------------------------------------------------- a summary for people
+# ------------------------------------------------------------------------------- a table to print
 
 
 def format_table(summary: Mapping[str, Any]) -> str:
-    """One row per sub-task and one for all; intervals are 95 %."""
+    """A row per sub-task and one for all tasks; intervals are 95 %."""
     k = summary["samples"]
     width = max([10, *(len(name) + 2 for name in summary["subtasks"])])
     head = f"{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"
@@ -292,11 +302,11 @@ def format_table(summary: Mapping[str, Any]) -> str:
         lines += [f"{row['max_rounds']:<{width}}{_cells(row)}" for row in summary["rounds_curve"]]
     lost = summary["lost"]
     if lost["trajectories"]:
-        of = f"{lost['trajectories']} of {lost['of']} trajectories"
-        lines += ["", f"lost to infrastructure: {of}"]
-        lines.append(f"  in no number above; last error: {lost['last_error']}")
+        count = f"{lost['trajectories']} of {lost['of']} trajectories"
+        lines += ["", f"lost to infrastructure and not counted above: {count}"]
+        lines.append(f"  last error: {lost['last_error']}")
     if lost["items_without_sample"]:
-        lines.append("  tasks without any sample: " + " ".join(lost["items_without_sample"]))
+        lines.append("  tasks without a sample: " + " ".join(lost["items_without_sample"]))
     return "\n".join(lines)
 
 
@@ -312,7 +322,7 @@ def _cells(row: Mapping[str, Any]) -> str:
 
 
 def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    """In percent; signed: in points, with a sign.
+    """An estimate in percent; `signed`: a difference in points, with a sign.
 
     >>> percent({"value": 0.541, "low": 0.48, "high": 0.601})
     '54.1 [48.0, 60.1]'
@@ -323,14 +333,14 @@ def percent(estimate: Mapping[str, Any], signed: bool = False) -> str:
 
 
 def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
-    """The interval alone, which one seed does not have."""
+    """Only the interval; "-" if there is none, as for a single seed."""
     if estimate["low"] is None:
         return "-"
     sign = "+" if signed else ""
     return f"[{100 * estimate['low']:{sign}.1f}, {100 * estimate['high']:{sign}.1f}]"
 
 
-# Settings of an evaluation that change what its shares mean.
+# Evaluations are comparable only if these settings are equal.
 SETTINGS = (
     *("temperature", "samples", "max_rounds", "max_tokens_per_turn", "max_trajectory_tokens"),
     *("seed", "variant", "prompt"),
@@ -338,39 +348,40 @@ SETTINGS = (
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:
-    """One line: how much better the second result is, on the tasks that both have.
+    """One line that says how much better the second result is, on the tasks in both files.
 
-    Raises: ValueError if a file is not a result of a whole evaluation, or no task is in both.
+    Raises: ValueError if a file is not the result of a complete evaluation, or the two have no
+        task in common.
     """
     a, b = _read_result(before_path), _read_result(after_path)
     before, after = ({task: i["avg"] for task, i in result["items"].items()} for result in (a, b))
-    both = before.keys() & after.keys()
-    if not both:
+    tasks = before.keys() & after.keys()
+    if not tasks:
         raise ValueError(f"{before_path} and {after_path} have no task in common")
-    means = [100 * _mean([shares[task] for task in both]) for shares in (before, after)]
+    means = [100 * _mean([shares[task] for task in tasks]) for shares in (before, after)]
     value, interval = percent(paired_bootstrap(before, after), signed=True).split(" ", 1)
     line = f"{means[0]:.1f} % -> {means[1]:.1f} %: {value} points {interval}"
-    line += f", paired over {len(both)} tasks"
+    line += f", paired over {len(tasks)} tasks"
     if num_left_out := len(before.keys() ^ after.keys()):
-        line += f" ({num_left_out} tasks in one file only, left out)"
-    # A run's own evaluations do not repeat its settings.
+        line += f" ({num_left_out} tasks left out, since only one file has them)"
+    # Evaluations that a run made do not contain its settings.
     settings = [name for name in SETTINGS if name == "prompt" or (name in a and name in b)]
     if differing := [name for name in settings if a.get(name) != b.get(name)]:
-        line += f"; measured with another {', '.join(differing)}"
+        line += f"; settings that differ: {', '.join(differing)}"
     return line
 
 
 def _read_result(path: str | Path) -> dict[str, Any]:
-    """Raises: ValueError if the file is not a result of a whole evaluation."""
+    """Raises: ValueError if the file is not the result of a complete evaluation."""
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
         for item in result["items"].values():
             float(item["avg"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not an eval.json, which --compare takes two of") from None
+        raise ValueError(f"{path} is not an eval.json; --compare needs two of these") from None
     if result.get("complete") is False:
         raise ValueError(
-            f"{path} is of an evaluation that was stopped; its episodes are not a fair sample, "
+            f"{path} is from an evaluation that was stopped; its episodes are not a fair sample, "
             "since solved episodes are shorter and end first"
         )
     return dict(result)

@@ -1,15 +1,15 @@
-"""`--log-to tensorboard wandb trackio`: the curves of a run in a dashboard, while it runs.
+"""Trackers send a run's metrics to a dashboard: `--log-to tensorboard wandb trackio`.
 
-A tracker gets each step's row, the run's options and the name of its folder, and nothing else: no
-code, git state, host or console. A resumed run continues the same curve, under the id in
-<run>/trackers.json. A tracker that fails during the run is left out, with one line. The packages
-are optional.
+A tracker receives each step's row, the run's options and the name of its folder. It receives no
+code, git state, host name or console output. A resumed run continues the same curve, with the id in
+<run>/trackers.json. If a tracker fails during the run, the run prints one line and continues
+without it. The packages are optional.
 
-    tensorboard   <run>/tensorboard/      tensorboard --logdir runs
-    wandb         <run>/wandb/, and the service unless WANDB_MODE=offline
-    trackio       trackio's own folder (TRACKIO_DIR), or where TRACKIO_SPACE_ID says
+    tensorboard   <run>/tensorboard/; to look at it: tensorboard --logdir runs
+    wandb         <run>/wandb/, and the online service unless WANDB_MODE=offline
+    trackio       trackio's own folder (TRACKIO_DIR), or the space TRACKIO_SPACE_ID
 
-Read next: reporting/metrics.py, which sends.
+Read next: reporting/metrics.py, which sends the rows.
 """
 
 import json
@@ -26,13 +26,13 @@ Tracker = tuple[Callable[[int, Values], None], Callable[[], None]]  # send, clos
 
 
 class TrackerError(RuntimeError):
-    """A tracker does not start; the message says why."""
+    """A tracker cannot start; the message says why."""
 
 
 def start(
     name: str, run_dir: Path, run_id: str, config: Values, resume_step: int | None
 ) -> Tracker:
-    """Start one of the three libraries; raises whatever they raise."""
+    """Start one of the three trackers; any exception of its library is passed on."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -62,17 +62,17 @@ def start(
         run = wandb.init(
             name=run_dir.name, id=run_id, dir=str(run_dir), settings=settings, **common
         )
-        run.define_metric("*", step_metric="step")  # wandb's own count of rows only ever grows
+        run.define_metric("*", step_metric="step")  # wandb's own counter cannot go back on resume
         return lambda step, values: run.log({"step": step, **values}), run.finish
     import trackio
 
-    without = dict.fromkeys(("embed", "auto_log_cpu", "auto_log_gpu"), False)
-    run = trackio.init(name=f"{run_dir.name}-{run_id}", **common, **without)
+    disabled = dict.fromkeys(("embed", "auto_log_cpu", "auto_log_gpu"), False)
+    run = trackio.init(name=f"{run_dir.name}-{run_id}", **common, **disabled)
     return lambda step, values: run.log(dict(values), step=step), run.finish
 
 
 class Trackers:
-    """The trackers of one run. Raises: TrackerError if one does not start."""
+    """The trackers of one run. Raises TrackerError if one cannot start."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, config: Values, resume_step: int | None = None
@@ -86,18 +86,18 @@ class Trackers:
             try:
                 run_id = json.loads(path.read_text())["id"]
                 self.trackers[name] = start(name, run_dir, run_id, options, resume_step)
-            except Exception as error:  # others' packages may raise anything
+            except Exception as error:  # these packages can raise anything
                 self.close()
-                raise TrackerError(f"--log-to {name} does not start: {_line(error)}") from error
+                raise TrackerError(f"--log-to {name} cannot start: {_line(error)}") from error
 
     def send(self, step: int, values: Values) -> None:
-        """The row of a step, or more of it; only numbers are sent."""
+        """Send the numbers in a step's row; a later call can add values to the same step."""
         numbers = {name: v for name, v in values.items() if isinstance(v, int | float)}
         for name, (send, _) in list(self.trackers.items()):
             try:
                 send(step, numbers)
             except Exception as error:
-                print(f"--log-to {name} failed and is left out: {_line(error)}", flush=True)
+                print(f"--log-to {name} failed and is now off: {_line(error)}", flush=True)
                 del self.trackers[name]
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Trackers:
             try:
                 close()
             except Exception as error:
-                print(f"--log-to {name} did not close: {_line(error)}", flush=True)
+                print(f"--log-to {name} could not be closed: {_line(error)}", flush=True)
 
 
 def _line(error: Exception) -> str:

@@ -1,17 +1,18 @@
-"""Checkpoints: complete or absent, loadable by anyone, resumed exactly by any number of processes.
+"""A checkpoint holds the model in a format anyone can load, and all that a resumed run needs.
 
-    checkpoints/step_000020/    Hugging Face files: vLLM and transformers load it as it is
+    checkpoints/step_000020/    Hugging Face files, which vLLM and transformers can load
         trainer_state/
-            state.json          step, algorithm, model, the best so far, the KL controller
-            policy/  critic/    float32 master weights and optimizer, of PPO's critic too
-                .metadata       which file holds which piece of which parameter
-                __0_0.distcp    what rank 0 held; __1_0.distcp what rank 1 held, ...
-    checkpoints/best            link to the best by held-out evaluation, never deleted
+            state.json          step, algorithm, model, best evaluation, KL controller
+            policy/  critic/    float32 master weights and optimizer state; critic/ only with PPO
+                .metadata       index: which file holds which piece of which parameter
+                __0_0.distcp    the pieces that rank 0 held; __1_0.distcp those of rank 1, ...
+    checkpoints/best            link to the best checkpoint by held-out evaluation, never deleted
 
-Each rank writes the parameters it holds, so no process needs room for the whole optimizer, and
-another number of processes can read them by name and offset. A crash or a full disk leaves the
-checkpoint before untouched (`run/files.py`). Data order, horizon and seeds are pure functions of
-the step, so there is no cursor and no generator to restore.
+Each rank writes the pieces it holds, so no process needs memory for the full optimizer state. They
+are read by name and offset, so a run can be resumed with another number of processes. A checkpoint
+is either complete or absent: after a crash or on a full disk the previous one is intact
+(`run/files.py`). Data order, horizon and seeds are pure functions of the step, so there is no data
+cursor or random generator to restore.
 
 Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -43,15 +44,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from run.errors import CheckpointError
-from run.files import aside, finish_folder, new_folder, remove_folder
+from run.files import atomic_path, finish_folder, new_folder, remove_folder
 from scale import distributed
 
-FORMAT = 2  # of trainer_state
+FORMAT = 2  # version of trainer_state/
 STATE = "trainer_state/state.json"
 
 Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
 
-# With LoRA the base never changes: only what is trained is kept.
+# With LoRA the base weights never change, so only the adapters are saved.
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -80,10 +81,10 @@ def save(
     Args:
         export: writes the Hugging Face files into a folder; called on every rank.
         parts: name -> (model, optimizer), saved as trainer_state/<name>/.
-        state: JSON-serialisable rest.
+        state: other values for state.json; must be JSON-serialisable.
     Raises:
-        CheckpointError: weights are not finite, or the disk is full or refuses; nothing
-            half-written stays behind.
+        CheckpointError: weights are not finite, or the disk is full or not writable; no partial
+            checkpoint is left behind.
     """
     _require_finite(step, parts)
     folder = folder_of(run_dir, step)
@@ -101,13 +102,13 @@ def save(
         for name, part in parts.items():
             _write(tmp / "trainer_state" / name, part)
         distributed.run_on_rank_0("saving", finish)
-    # A full disk has four names; ValueError: transformers refuses to save a model.
+    # ValueError: transformers refuses to save this model. A full disk can raise any of the others.
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         free = shutil.disk_usage(run_dir).free / 1e9
         raise CheckpointError(
             f"checkpoint of step {step} could not be written to {folder.parent}: "
             f"{_first_line(error)} ({free:.2f} GB free). "
-            "Earlier checkpoints are intact; make room, then --resume"
+            "Earlier checkpoints are intact; free some disk space, then --resume"
         ) from error
     finally:
         if tmp is not None and distributed.rank() == 0:
@@ -116,23 +117,25 @@ def save(
 
 
 def _require_finite(step: int, parts: Parts) -> None:
-    """Such weights would take the place of the last good checkpoint and could never be resumed."""
+    """Refuse NaN or infinite weights: no run could continue from them, and they would replace the
+    last good checkpoint."""
     for name, (model, _) in parts.items():
         trained = [distributed.local_part(p) for p in model.parameters() if p.requires_grad]
         if not all(distributed.gather(all(bool(p.isfinite().all()) for p in trained))):
             raise CheckpointError(
-                f"step {step}: weights of the {name} are not finite, so nothing was saved. The "
-                "last checkpoint is intact: start a new run from it, with a lower --learning-rate"
+                f"step {step}: the weights of the {name} are not finite, so they were not saved. "
+                "The last checkpoint is intact: start a new run from it with a lower "
+                "--learning-rate"
             )
 
 
 def _write(folder: Path, part: tuple[Any, Any]) -> None:
     model, optimizer = part
-    # For an optimizer that has taken no step torch would take one, so that there is a state to
-    # save, with gradients as large as the weights.
+    # If the optimizer has no state yet, get_state_dict would create one by taking a step, with
+    # gradients as large as the weights.
     optimizers = (optimizer,) if optimizer.state else ()
     model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
-    with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
+    with warnings.catch_warnings(action="ignore"):  # torch warns about calls that it makes itself
         dcp.save(
             {"model": model_state, "optimizer": optimizer_state},
             storage_writer=dcp.FileSystemWriter(folder, sync_files=True),
@@ -142,7 +145,7 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
 
 def mark_best(run_dir: Path, step: int) -> None:
     """Point checkpoints/best at `step`."""
-    with aside(run_dir / "checkpoints" / "best") as new:
+    with atomic_path(run_dir / "checkpoints" / "best") as new:
         new.symlink_to(folder_of(run_dir, step).name)
 
 
@@ -164,8 +167,8 @@ def load_newest(
     """Load the newest checkpoint: (step, state), or None if there is none. Collective.
 
     Raises:
-        CheckpointError: it cannot be read, or belongs to another kind of run. An older one is
-            never taken in silence; the message says how to.
+        CheckpointError: it cannot be read, or belongs to another kind of run. An older checkpoint
+            is never used silently; the message says how to resume from it.
     """
     steps = steps_saved(run_dir)
     if not steps:
@@ -176,12 +179,12 @@ def load_newest(
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The `state` of a checkpoint, once the kind of run is checked.
+    """Read the `state` of a checkpoint and check that it belongs to this kind of run.
 
     Args:
-        expected: what must agree with the saved state, e.g. {"algorithm": "grpo"}.
+        expected: values that the saved state must have, e.g. {"algorithm": "grpo"}.
     Raises:
-        CheckpointError: it cannot be read; another algorithm, model or format.
+        CheckpointError: it cannot be read, or has another algorithm, model or format.
     """
     path = folder_of(run_dir, step) / STATE
     try:
@@ -190,10 +193,10 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
     except (OSError, ValueError, AttributeError) as error:
         raise _unreadable(path, error) from error
     if missing:
-        raise _unreadable(path, f"it says nothing of {' or '.join(sorted(missing))}")
+        raise _unreadable(path, f"it lacks {' and '.join(sorted(missing))}")
     if state["format"] != FORMAT:
         raise CheckpointError(
-            f"{path.parent} has format {state['format']} and this program reads {FORMAT}: "
+            f"{path.parent} has format {state['format']}, but this program reads {FORMAT}: "
             "resume with the version that wrote it, or start a new run"
         )
     for name, value in expected.items():
@@ -206,20 +209,20 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
 
 
 def load(run_dir: Path, step: int, parts: Parts) -> None:
-    """Put the saved weights and optimizer states into `parts`. Collective.
+    """Load the saved weights and optimizer states into `parts`. Collective.
 
     Raises:
-        CheckpointError: they do not fit these models, or cannot be read.
+        CheckpointError: they cannot be read, or do not fit these models.
     """
     folder = folder_of(run_dir, step) / "trainer_state"
     for name, (model, optimizer) in parts.items():
         reader = _Reader(folder / name)
         index = distributed.run_on_rank_0("resuming", reader.read_metadata)
-        stepped = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
-        optimizers = (optimizer,) if stepped else ()
+        has_state = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
+        optimizers = (optimizer,) if has_state else ()
         model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
         try:
-            with warnings.catch_warnings(action="ignore"):  # torch's remarks on its own calls
+            with warnings.catch_warnings(action="ignore"):  # as in `_write`
                 dcp.load(
                     {"model": model_state, "optimizer": optimizer_state},
                     storage_reader=reader,
@@ -237,9 +240,9 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
         )
 
 
-# A pickle can call any function that it names, and checkpoints are passed from hand to hand. torch
-# unpickles the index and the values beside the tensors without restrictions. Here the index may
-# name only what torch writes into it, and the values are read with `weights_only`.
+# Unpickling can call any function that the pickle names, and people share checkpoints. torch
+# unpickles the index and the values beside the tensors without restrictions. Here the index can
+# only name the classes that torch writes into it, and the values are read with `weights_only`.
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -259,11 +262,11 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint of ours does")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which our checkpoints never do")
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with a safe way to read the index: which file holds which piece of what."""
+    """torch's reader, with a safe way to read the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
@@ -274,7 +277,7 @@ class _Reader(dcp.FileSystemReader):
                 if Path(place.relative_path).name != str(place.relative_path):
                     raise ValueError(f"it points outside its folder: {place.relative_path}")
             return index
-        except Exception as error:  # a broken pickle fails in a dozen ways
+        except Exception as error:  # a broken pickle can raise almost anything
             raise _unreadable(path, error) from error
 
 
@@ -284,22 +287,24 @@ class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError:  # its message advises to read with everything allowed
-            raise ValueError(f"{name} is not plain data, as in every checkpoint of ours") from None
-        set_element(self.original_state_dict, self.mappings[name], loaded)
+            data = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:  # its message advises weights_only=False, which is unsafe
+            raise ValueError(
+                f"{name} is not plain data, which our checkpoints always are"
+            ) from None
+        set_element(self.original_state_dict, self.mappings[name], data)
 
 
 def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
     folder = next(p for p in (path, *path.parents) if p.parent.name == "checkpoints")
     return CheckpointError(
-        f"{path} cannot be read, it may be truncated: {_first_line(error)}; put a copy back, or "
-        f"move {folder} away to go on from the checkpoint before it"
+        f"{path} cannot be read and may be truncated: {_first_line(error)}; put a copy back, or "
+        f"move {folder} away to resume from the previous checkpoint"
     )
 
 
 def _first_line(error: BaseException | str) -> str:
-    """What happened, without torch's report by rank and its tracebacks."""
+    """The cause of an error, without torch's report per rank and its tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,11 +1,14 @@
-"""Seconds and peak memory of each phase of a step, and what to lower when one does not fit.
+"""A clock measures the time and peak memory of each phase of a step.
+
+The memory of each phase is dominated by:
 
     rollout      the sampler's weights, keys and values
-    log-probs    activations of one micro-batch, layer by layer
-    update       those of all layers (--gradient-checkpointing: of one), gradients, moments
+    log-probs    activations of one micro-batch, one layer at a time
+    update       activations of all layers (--gradient-checkpointing: of one), gradients, moments
     sync         one parameter at a time
 
-The peak is the accelerator's if there is one, else the process's; `recipes/memory.py` predicts it.
+The peak is that of the accelerator, or of the process if there is none; `recipes/memory.py`
+predicts it. If a phase runs out of memory, the error says which options to lower.
 
 Read next: `run/rundir.py`.
 """
@@ -26,19 +29,19 @@ from run.errors import OutOfMemory
 
 MEASURED = ("rollout", "log_probs", "update", "sync")
 MEMORY_OF = {f"time/{phase}_s": f"memory/{phase}_bytes" for phase in MEASURED}
-# phase -> what to lower, most effective first
+# phase -> options to lower, most effective first
 SMALLER = {
     "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
     "time/log_probs_s": ("max_tokens_per_micro_batch",),
     "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
 }
 
-# Of a sampler that sleeps: torch still counts them as allocated, the card does not.
+# Memory of a sleeping sampler: torch still counts it as allocated, but the GPU has it free.
 asleep_bytes = 0
 
 
 class Clock:
-    """Seconds and peak bytes by phase.
+    """Measures seconds and peak bytes per phase.
 
     >>> clock = Clock()
     >>> with clock("time/update_s"):
@@ -47,29 +50,29 @@ class Clock:
     ['memory/update_bytes', 'time/update_s']
 
     Args:
-        options: the run's options by name, for the advice of `OutOfMemory`.
+        options: the run's options by name; an `OutOfMemory` error names those to lower.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = options or {}
         self.values: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self._start_s = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block as the phase `name`; OutOfMemory if an allocation in it fails."""
+        """Measure the block as phase `name`. Raises OutOfMemory if an allocation in it fails."""
         reset_peak()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         with advice(name, self.options):
             yield
-        self.values[name] = time.perf_counter() - began
+        self.values[name] = time.perf_counter() - start_s
         if name in MEMORY_OF:
             self.values[MEMORY_OF[name]] = peak()
-            return_freed()
+            release_memory()
 
     def total(self) -> float:
-        """Seconds since this clock was made."""
-        return time.perf_counter() - self._began
+        """Seconds since this clock was created."""
+        return time.perf_counter() - self._start_s
 
     def peak_bytes(self) -> float:
         return max(self.values.get(name, 0) for name in MEMORY_OF.values())
@@ -79,7 +82,7 @@ def peak() -> int:
     """Peak bytes since the last `reset_peak`."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() - asleep_bytes
-    with contextlib.suppress(OSError, IndexError):  # some sandboxes lack the line
+    with contextlib.suppress(OSError, IndexError):  # some sandboxes do not report VmHWM
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -88,19 +91,19 @@ def peak() -> int:
 def reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # not every container lets us
+    with contextlib.suppress(OSError):  # some containers forbid it
         Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextlib.contextmanager
 def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a failed allocation into OutOfMemory, one line that says what to lower."""
+    """Turn a failed allocation into OutOfMemory, whose one line says which options to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         text = str(error) or type(error).__name__
-        words = ("out of memory", "can't allocate memory")
-        is_memory = isinstance(error, MemoryError) or any(w in text.lower() for w in words)
+        phrases = ("out of memory", "can't allocate memory")
+        is_memory = isinstance(error, MemoryError) or any(p in text.lower() for p in phrases)
         if not is_memory or isinstance(error, OutOfMemory):
             raise
         options = options or {}
@@ -108,21 +111,21 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
         flags = [f"--{name.replace('_', '-')} (now {options[name]})" for name in names]
         if phase in ("time/log_probs_s", "time/update_s"):
             flags.append("use --gradient-checkpointing, --lora-rank, or more processes")
-        smaller = f"; lower {', or '.join(flags)}" if flags else ""
+        what_to_lower = f"; lower {', or '.join(flags)}" if flags else ""
         name = phase.removeprefix("time/").removesuffix("_s")
         raise OutOfMemory(
-            f"out of memory in {name}: {text.splitlines()[0][:200]}{smaller}"
+            f"out of memory in {name}: {text.splitlines()[0][:200]}{what_to_lower}"
         ) from error
 
 
-def return_freed() -> None:
-    """Hand free memory back to the card and the system, so that no phase pays for another's.
+def release_memory() -> None:
+    """Return freed memory to the GPU and the system, so that the next phase can use it.
 
-    torch keeps what it has freed, and a sampler on the same card finds none: after the first update
-    of a 3B model on an H200 vLLM could not wake. On a CPU the heap fragments, and freed pages
-    between live buffers stay with the process.
+    torch keeps the GPU memory that it has freed, so a sampler on the same GPU can run out of it:
+    after the first update of a 3B model on an H200, vLLM could not wake up. On a CPU the heap
+    fragments, and the process keeps freed pages that lie between live buffers.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with contextlib.suppress(OSError, AttributeError):  # malloc_trim is only in glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,11 @@
-"""Files and folders that are whole or absent, although a process can be killed at any instant.
+"""Atomic writes: a file or folder is complete or absent, even if the process is killed.
 
-    write .new-xxxx-NAME  ->  flush it to the disk  ->  rename to NAME  ->  flush the folder
+    write .new-xxxx-NAME  ->  flush it to disk  ->  rename it to NAME  ->  flush the folder
 
-The rename is atomic: a reader finds the old content or the new one. A kill before it leaves a
-hidden file that `sweep` removes.
+The rename is atomic, so a reader sees either the old content or the new one. If the process is
+killed before the rename, a hidden file is left behind, which `sweep` deletes.
 
-Read next: `run/checkpoint.py`, whose folders many processes write this way.
+Read next: `run/checkpoint.py`, whose folders several processes write this way.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ASIDE = ".new-"  # prefix of anything unfinished
+UNFINISHED = ".new-"  # prefix of unfinished files and folders
 
 
 def cache_dir() -> Path:
-    """Where converted models, warm starts and indices are kept: $AGENT_RL_CACHE or .cache/."""
+    """The folder of converted models, warm starts and indices: $AGENT_RL_CACHE or .cache/."""
     return Path(os.environ.get("AGENT_RL_CACHE") or Path(__file__).parents[1] / ".cache")
 
 
 @contextlib.contextmanager
-def aside(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to, with its suffix; it becomes `path` when the block ends.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`, with the same suffix. When the block ends, the file
+    written there is renamed to `path`.
 
     >>> folder = Path(tempfile.mkdtemp())
-    >>> with aside(folder / "a.txt") as new:
-    ...     _ = new.write_text("whole")
+    >>> with atomic_path(folder / "a.txt") as new:
+    ...     _ = new.write_text("complete")
     >>> [(file.name, file.read_text()) for file in folder.iterdir()]
-    [('a.txt', 'whole')]
+    [('a.txt', 'complete')]
     """
     make_folder(path.parent)
-    new = path.with_name(f"{ASIDE}{secrets.token_hex(4)}-{path.name}")
+    new = path.with_name(f"{UNFINISHED}{secrets.token_hex(4)}-{path.name}")
     try:
         yield new
         flush(new)
@@ -51,18 +52,18 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with aside(path) as new:
+    with atomic_path(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
-    """`content` as JSON; a number that is not finite is a ValueError."""
+    """Write `content` as JSON. Raises ValueError for a number that is not finite."""
     write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
 
 
 def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    """Run `build(new)` on an empty folder and rename it to `folder`; if another process was faster,
-    its result stays."""
+    """Call `build` with an empty folder and rename the result to `folder`. If another process was
+    faster, its result is kept."""
     new = new_folder(folder)
     try:
         build(new)
@@ -75,15 +76,16 @@ def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def new_folder(folder: Path) -> Path:
-    """An empty folder beside `folder`, to be renamed to it."""
+    """Make an empty folder beside `folder`; `finish_folder` renames it to `folder`."""
     make_folder(folder.parent)
-    new = Path(tempfile.mkdtemp(prefix=ASIDE, suffix=f"-{folder.name}", dir=folder.parent))
-    new.chmod(0o755)  # mkdtemp lets nobody else read
+    new = Path(tempfile.mkdtemp(prefix=UNFINISHED, suffix=f"-{folder.name}", dir=folder.parent))
+    new.chmod(0o755)  # mkdtemp makes it private
     return new
 
 
 def finish_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`, once its files are on the disk; OSError if that one has files."""
+    """Flush the files in `new` to disk and rename it to `folder`. Raises OSError if `folder`
+    already has files."""
     for path in (*new.rglob("*"), new):
         flush(path)
     new.rename(folder)
@@ -91,12 +93,12 @@ def finish_folder(new: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Renamed first: a kill must not leave half of it under its name."""
+    """Rename the folder, then delete it: a killed process must not leave half of it in place."""
     shutil.rmtree(folder.rename(new_folder(folder)))
 
 
 def make_folder(folder: Path) -> None:
-    """`mkdir -p`, with the names flushed to the disk: a file is lost with the folder it is in."""
+    """`mkdir -p`, flushed to disk, since a power failure could lose a folder with its files."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -104,8 +106,8 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed processes left in `folder`; nobody may be writing there."""
-    for unfinished in list(folder.rglob(f"{ASIDE}*")):
+    """Delete files that killed processes left in `folder`. No process may be writing there now."""
+    for unfinished in list(folder.rglob(f"{UNFINISHED}*")):
         if unfinished.is_dir() and not unfinished.is_symlink():
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
@@ -113,21 +115,21 @@ def sweep(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of names, sizes and 64 places of each weight file in a folder; "" where there are
-    none. Other weights differ there, and reading so little takes no time."""
+    """Digest of the weight files in a folder; "" if there are none. To be fast it covers their
+    names, their sizes and 64 samples of 4 KB each, which is enough to notice other weights."""
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as file:
-            for place in range(64):
-                file.seek(size * place // 64)
+            for sample in range(64):
+                file.seek(size * sample // 64)
                 digest.update(file.read(4096))
     return digest.hexdigest() if paths else ""
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk."""
+    """Make the system write a file, or the list of names in a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

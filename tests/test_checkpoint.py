@@ -138,7 +138,7 @@ def test_weights_that_are_not_finite_do_not_take_the_last_checkpoints_place(tmp_
     save(tmp_path, 1, model)
     parts = make_parts()
     parts["critic"][0][1].bias.data.fill_(float("nan"))
-    with pytest.raises(CheckpointError, match="step 2: weights of the critic are not finite"):
+    with pytest.raises(CheckpointError, match="step 2: the weights of the critic are not finite"):
         save(tmp_path, 2, model, parts=parts)
     assert steps_and_litter(tmp_path) == ([1], [])
 
@@ -202,7 +202,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, model):
     parts["policy"][1].param_groups[0]["extra"] = trap
     others["policy"][1].param_groups[0]["extra"] = 0.0
     folder = save(tmp_path, 3, model, parts=parts)
-    refused = "trainer_state/policy.*of ours"
+    refused = "trainer_state/policy.*our checkpoints"
     with pytest.raises(CheckpointError, match=refused):
         checkpoint.load(tmp_path, 3, others)
     index = at(folder, "policy/.metadata")

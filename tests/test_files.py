@@ -57,7 +57,7 @@ def test_a_kill_before_the_rename_leaves_the_old_content(tmp_path, place):
 def test_an_error_leaves_the_old_content_and_no_litter(tmp_path):
     path = tmp_path / "a.png"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), files.aside(path) as new:
+    with pytest.raises(ZeroDivisionError), files.atomic_path(path) as new:
         assert new.parent == path.parent and new.suffix == ".png"
         new.write_text("half")
         raise ZeroDivisionError

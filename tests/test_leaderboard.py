@@ -94,8 +94,8 @@ def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_said()
         "temperature 0.5, the paper's is 1",
         "textcraft: other tasks than the paper's test (depth 2 2 of 41, depth 3 0 of 25, "
         "depth 4 0 of 3, depth 5 1 of 0, all 34 of 100)",
-        "babyai: 1 of 180 episodes were lost to infrastructure, they are in no number",
-        "babyai: up to 10 turns, the paper's 20",
+        "babyai: 1 of 180 episodes were lost to infrastructure and left out",
+        "babyai: up to 10 turns, in the paper 20",
     ]
     assert all(f"! not comparable: {line}" in format_markdown(table) for line in differences(table))
     content = to_json(table)["families"]

@@ -39,10 +39,10 @@ def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@example.org"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    clean = rundir.circumstances()["git_commit"]
+    clean = rundir.provenance()["git_commit"]
     (tmp_path / "rundir.py").write_text("two")
     assert re.fullmatch("[0-9a-f]{40}", clean)
-    assert rundir.circumstances()["git_commit"] == f"{clean}-dirty"
+    assert rundir.provenance()["git_commit"] == f"{clean}-dirty"
 
 
 def test_a_run_directory_that_not_all_processes_see_is_refused_and_left_as_it_was(
@@ -50,6 +50,6 @@ def test_a_run_directory_that_not_all_processes_see_is_refused_and_left_as_it_wa
 ):
     """On several nodes without a shared disk each would write its shards to its own."""
     monkeypatch.setattr(rundir.distributed, "gather", lambda seen: [seen, False])
-    with pytest.raises(Misuse, match=r"not on a disk that all processes see \(rank 1 does not\)"):
+    with pytest.raises(Misuse, match=r"not on a disk that all processes share \(rank 1 cannot"):
         rundir.open_run(Config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

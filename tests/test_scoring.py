@@ -129,11 +129,11 @@ def test_compare_says_the_difference_what_it_left_out_and_what_was_measured_diff
     before, after = write("a.json", 0.0, 0.5, 1.0), write("b.json", 1.0, 1.0, prompt="Craft.")
     line = compare(before, after)
     assert line.startswith("25.0 % -> 100.0 %: +75.0 points [")
-    assert "paired over 2 tasks (1 tasks in one file only, left out)" in line
-    assert line.endswith("measured with another prompt")
-    assert "another" not in compare(before, before)
+    assert "paired over 2 tasks (1 tasks left out, since only one file has them)" in line
+    assert line.endswith("settings that differ: prompt")
+    assert "differ" not in compare(before, before)
     write("b.json", 0.0, complete=False)
-    with pytest.raises(ValueError, match=r"b.json is of an evaluation that was stopped"):
+    with pytest.raises(ValueError, match=r"b.json is from an evaluation that was stopped"):
         compare(before, after)
     after.write_text("[]")
     with pytest.raises(ValueError, match=r"b.json is not an eval.json"):
@@ -198,7 +198,9 @@ def test_lost_trajectories_change_no_number_and_are_reported():
         "items_without_sample": ["t_2"],
         "last_error": "http://x: HTTP 500",
     }
-    assert "lost to infrastructure: 2 of 4 trajectories" in format_table(summary)
+    assert "lost to infrastructure and not counted above: 2 of 4 trajectories" in format_table(
+        summary
+    )
     json.dumps(summarize(lost, 2, max_rounds=[3]), allow_nan=False)  # also with nothing in it
 
 

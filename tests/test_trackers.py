@@ -97,9 +97,9 @@ def test_a_tracker_that_fails_is_one_line_and_in_mid_run_it_is_left_out(
         logger.show_step(step, {"train/return_mean": 0.5}, {})
     logger.close()
     lines = [x for x in capsys.readouterr().out.splitlines() if "log-to" in x]
-    assert lines == [f"--log-to {fake.name} failed and is left out: ConnectionError: gone"]
+    assert lines == [f"--log-to {fake.name} failed and is now off: ConnectionError: gone"]
     fake.init = fail
-    with pytest.raises(TrackerError, match=f"--log-to {fake.name} does not start: .*gone"):
+    with pytest.raises(TrackerError, match=f"--log-to {fake.name} cannot start: .*gone"):
         Trackers([fake.name], tmp_path, {})
 
 

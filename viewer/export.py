@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from run.files import aside
+from run.files import atomic_path
 from viewer.overview import overview, what_goes_wrong
 from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source
@@ -43,7 +43,7 @@ def export(sources: Sequence[Source], out: Path, limit: int | None) -> int:
         for source in sources:
             keep_newest(source, limit)
     before, after = page_around()
-    with aside(out) as new, open(new, "w", encoding="utf-8") as file:
+    with atomic_path(out) as new, open(new, "w", encoding="utf-8") as file:
         file.write(before)
         separator = "{"
         for path, answer in answers(sources):

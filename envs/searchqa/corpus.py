@@ -128,7 +128,7 @@ def _line_starts(path: Path, fingerprint: str) -> Path:
     if not starts.is_file():
         with path.open("rb") as file:
             lengths = np.fromiter((len(line) for line in file), np.int64)
-        with files.aside(starts) as new:
+        with files.atomic_path(starts) as new:
             np.concatenate([[0], lengths.cumsum()]).tofile(new)
     return starts
 
