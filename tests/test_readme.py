@@ -73,7 +73,7 @@ def flags_known_to(script: str) -> set[str]:
 
 
 def test_the_page_of_files_names_every_option_of_a_server() -> None:
-    section = PAGES["docs/files.md"].split("## What a server", 1)[1]
+    section = PAGES["docs/files.md"].split("## Options of the environment server", 1)[1]
     named = re.findall(r"`(--[a-z-]+)`", "".join(re.findall(r"^\| `--.*?\|", section, flags=re.M)))
     assert set(named) == flags_of_file(ROOT / "envs/server.py") - {"--env"}
 
