@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
     assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(first))
 
 
-def test_weights_that_are_not_finite_do_not_take_the_last_checkpoints_place(tmp_path, model):
+def test_weights_that_are_not_finite_do_not_replace_the_last_checkpoint(tmp_path, model):
     """Saved, they could never be resumed, and the last good ones would be pruned."""
     save(tmp_path, 1, model)
     parts = make_parts()
@@ -153,7 +153,7 @@ def at(folder, name):
 @pytest.mark.parametrize(
     ("name", "kept"), [("state.json", 100), ("policy/.metadata", 50), ("critic/__0_0.distcp", -1)]
 )
-def test_a_broken_checkpoint_is_named_in_a_line_and_not_passed_over(tmp_path, model, name, kept):
+def test_a_broken_checkpoint_is_named_in_one_line_and_not_skipped(tmp_path, model, name, kept):
     save(tmp_path, 1, model, value=1.0)
     broken = save(tmp_path, 2, model, value=2.0)
     at(broken, name).write_bytes(at(broken, name).read_bytes()[:kept])
@@ -172,7 +172,7 @@ def test_a_broken_checkpoint_is_named_in_a_line_and_not_passed_over(tmp_path, mo
         ({}, {"algorithm": "ppo"}, "trained with --algorithm grpo, not ppo"),
     ],
 )
-def test_a_checkpoint_of_another_kind_of_run_is_refused_and_not_passed_over(
+def test_a_checkpoint_of_another_kind_of_run_is_refused_and_not_skipped(
     tmp_path, model, saved, expected, words
 ):
     save(tmp_path, 1, model)
