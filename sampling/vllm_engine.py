@@ -202,7 +202,7 @@ class VLLMEngine:
         """
         if self._on_gpu and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
-            clock.release_memory()  # first, so that the difference below is only the sampler's memory
+            clock.release_memory()  # first, so that the difference below is the sampler's memory
             free, _ = torch.cuda.mem_get_info()
             # vLLM asserts that free memory grew; this fails if another process takes it first.
             with _engine_error("vLLM cannot free its memory"):
