@@ -1,18 +1,18 @@
-"""Conversations to learn from that the policy did not just play, their tokens, and oracles.
+"""Conversations to learn from, their tokens, and oracles that demonstrate.
 
-A conversation has the form of AgentGym's data (AgentTraj):
+A conversation has the format of AgentGym's data (AgentTraj):
 
     {"item_id": "textcraft_31", "conversations": [
         {"from": "human", "loss": null, "value": "Goal: ..."},
         {"from": "gpt", "loss": true, "value": "Action: ..."}, ...]}
 
-`encode` turns it into token ids along the same path as sampling (`RolloutHandler`), so that the
-policy trains on exactly the sequences it will see. loss_mask is 1 on `gpt` turns with `loss` true.
-A run's conversations carry the ids that were sampled: text that is encoded again may come out as
-other tokens.
+`encode` turns a conversation into token ids with the code that sampling uses (`RolloutHandler`).
+The policy therefore trains on exactly the sequences that it will see. loss_mask is 1 on `gpt` turns
+with `loss` true. A conversation from a run contains the sampled ids, because encoding its text
+again can produce other tokens.
 
-An oracle demonstrates tasks: it is asked over HTTP for a good action, turn by turn. Files of
-others, and runs, are read in formats.py.
+An oracle demonstrates tasks: over HTTP, turn by turn, it returns a good action. formats.py reads
+other people's files, and runs.
 
 Read next: sft.py. Lesson: tutorials/14_imitation.md.
 """
@@ -47,17 +47,17 @@ from run.files import build_folder, cache_dir
 from run.progress import phase
 from trajectory import RolloutHandler
 
-Record = dict[str, Any]  # an AgentTraj conversation, with "return" and "seed" where they are known
+Record = dict[str, Any]  # an AgentTraj conversation, with "return" and "seed" if known
 Texts = tuple[tuple[str, str], ...]  # (speaker, text) of turns
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 NAMES = {role: name for name, role in ROLES.items()}
-ROUNDING = 1e-6  # returns are sums of increments: a full one may come out a little below 1
+ROUNDING = 1e-6  # a return is a sum of increments, so a return of 1 can be slightly below 1
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
-    """Messages of a trajectory as AgentGym's data has them: loss is null or true, and true for
-    assistant turns after the first user turn."""
+    """Convert a trajectory's messages to AgentGym's format: loss is true for assistant turns after
+    the first user turn, and null for all others."""
     turns = []
     for i, message in enumerate(messages):
         loss = True if message["role"] == "assistant" and i > 1 else None
@@ -70,11 +70,11 @@ def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory to learn from: its record, as files hold it, and its tokens."""
+    """A trajectory to learn from: its record, as in a file, and its tokens."""
 
     record: Record
     trajectory: RolloutHandler
-    is_reencoded: bool = False  # another tokenizer sampled it: these tokens are from its text
+    is_reencoded: bool = False  # another tokenizer sampled it, so its text was encoded
 
     @property
     def task_id(self) -> str:
@@ -82,23 +82,23 @@ class Example:
 
     @property
     def total_return(self) -> float | None:
-        """The return of the episode; None where it is not noted."""
+        """The return of the episode, or None if unknown."""
         return self.record.get("return")
 
     @cached_property
     def parts(self) -> tuple[Texts, Texts]:
-        """The opening, which ends with the first observation, and the turns from the first action
-        to the last."""
+        """The opening, up to the first observation, and the turns from the first to the last
+        action."""
         prompt, (observation, *turns) = parts_of(self.record)
-        if turns[-1]["from"] == "human":  # the answer to the last action is not in the sequence
+        if turns[-1]["from"] == "human":  # the sequence ends with the last action
             turns = turns[:-1]
         opening = tuple((turn["from"], turn["value"]) for turn in [*prompt, observation])
         return opening, tuple((turn["from"], turn["value"]) for turn in turns)
 
 
 def parts_of(record: Record) -> tuple[list[Any], list[Any]]:
-    """The prompt, and the turns: observation and action alternate. The prompt is everything before
-    the first action that has loss, except the observation right before that action."""
+    """The prompt, and the turns, in which observation and action alternate. The turns start with
+    the observation before the first action that has loss."""
     turns = record["conversations"]
     is_learned = [turn["from"] == "gpt" and bool(turn.get("loss")) for turn in turns]
     first = is_learned.index(True)
@@ -106,14 +106,14 @@ def parts_of(record: Record) -> tuple[list[Any], list[Any]]:
 
 
 def encode(chat: ChatTemplate, record: Record) -> Example:
-    """A record with its tokens, encoded as sampling would have encoded them. Where a turn has the
-    ids that were sampled, and this tokenizer reads them as the same text, they are taken.
+    """Encode a record as sampling would have. Sampled ids of a turn are used if this tokenizer
+    decodes them to the same text.
 
-    NOTE: an action that a limit cut short ends as if the policy had ended it when it is encoded
-    from text; its ids tell.
+    NOTE: without its ids, an action that a token limit cut short is encoded with an end-of-turn,
+    as if the policy had ended it.
     """
-    before, (opening, *turns) = parts_of(record)
-    prompt = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in before]
+    prompt_part, (opening, *turns) = parts_of(record)
+    prompt = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in prompt_part]
     actions, answers = turns[::2], turns[1::2]
     item_id = str(record["item_id"])
     handler = RolloutHandler(item_id, 0, "", item_id, "", 0, 0, len(actions))
@@ -136,7 +136,7 @@ def encode(chat: ChatTemplate, record: Record) -> Example:
 
 
 def has_exact_ids(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
-    """Whether this tokenizer reads the ids of a turn as its text."""
+    """Whether this tokenizer decodes the ids of a turn to its text."""
     is_known = max(turn["ids"]) < len(chat.tokenizer)
     return is_known and chat.text_of(turn["ids"]) == turn["value"]
 
@@ -144,19 +144,20 @@ def has_exact_ids(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
 # ------------------------------------------------------------------------------------------ oracles
 
 
-NUM_CLIENTS = 4  # episodes side by side
-MAX_TURNS = 50  # of a demonstration
-NUM_TRIES = 3  # of a demonstration whose environment fails
+NUM_CLIENTS = 4  # concurrent episodes
+MAX_TURNS = 50  # per demonstration
+NUM_ATTEMPTS = 3  # per demonstration, if the environment fails
 
 
 class OracleStyle(NamedTuple):
-    """How an oracle plays a demonstration.
+    """Options of an oracle's demonstrations.
 
-    slips: chance that a wrong move comes before the next right one. A perfect player shows no way
-        out of a mistake, and a policy that has only imitated one repeats a failing command until
-        its turns are over. A slip is an action that is right later, or was right before; it has
-        "loss" false, so its answer and the recovery are shown while the slip is not imitated.
-    thoughts: whether it says why it acts; turns without thoughts are a third as long.
+    slips: probability of a wrong move before the next right one (0..1). A perfect player never
+        shows how to recover from a mistake. A policy that imitated only perfect play repeats a
+        failing command until its turns are used up. A slip is an action that is right later or was
+        right before. It has "loss" false: the policy sees its result and the recovery, but does
+        not imitate the slip itself.
+    thoughts: whether the oracle explains its actions; without thoughts a turn is a third as long.
     """
 
     slips: float = 0.0
@@ -169,17 +170,17 @@ PLAIN = OracleStyle()
 def demonstrate(
     client: EnvClient, task: Task, seed: int, style: OracleStyle = PLAIN
 ) -> Record | None:
-    """The oracle plays one task, over HTTP and as text, by the client that training uses; None if
-    it failed, knew no move or took more than MAX_TURNS.
+    """Let the oracle play one task, as text over HTTP, through the client that training uses.
+    Returns None if it failed, knew no move, or needed more than MAX_TURNS.
 
     Raises:
-        EnvError: the server has no oracle (AgentGym's have none), or is gone.
+        EnvError: the server has no oracle (AgentGym's servers have none), or is not reachable.
     """
-    play = partial(_play_again, client, task, seed, style.thoughts)
-    clean = play(lambda num_done: None)
-    if clean is None or not style.slips:
-        return clean
-    right = [turn["value"] for turn in clean["conversations"] if turn["from"] == "gpt"]
+    play = partial(_play_with_retries, client, task, seed, style.thoughts)
+    perfect = play(lambda num_done: None)
+    if perfect is None or not style.slips:
+        return perfect
+    right = [turn["value"] for turn in perfect["conversations"] if turn["from"] == "gpt"]
     rng = random.Random(f"slips {task.task_id} {seed}")
 
     def slip(num_done: int) -> str | None:
@@ -189,9 +190,9 @@ def demonstrate(
     return play(slip)
 
 
-def _play_again(client: EnvClient, *arguments: Any) -> Record | None:
-    """`_play`, up to NUM_TRIES times where the environment fails: a warm start is hours of play."""
-    for _ in range(NUM_TRIES - 1):
+def _play_with_retries(client: EnvClient, *arguments: Any) -> Record | None:
+    """Call `_play`, again if the environment fails, because a warm start can take hours."""
+    for _ in range(NUM_ATTEMPTS - 1):
         with suppress(EnvConnectionError, EnvTimeout, EnvServerError):
             return _play(client, *arguments)
     return _play(client, *arguments)
@@ -200,7 +201,7 @@ def _play_again(client: EnvClient, *arguments: Any) -> Record | None:
 def _play(
     client: EnvClient, task: Task, seed: int, thoughts: bool, slip: Callable[[int], str | None]
 ) -> Record | None:
-    """One episode of the oracle; `slip` may give a wrong move, after so many right ones."""
+    """One episode of the oracle. `slip(num_done)` returns a wrong move to make next, or None."""
     observation, say = client.reset(task.task_index, seed), get_env(client.env).say
     turns = prompt_turns(client.prompt)
     num_done = 0
@@ -210,7 +211,7 @@ def _play(
         if text is None:
             try:
                 thought, action = client.oracle()
-            except StepOutsideEpisode:  # it knows no move
+            except StepOutsideEpisode:  # the oracle knows no move
                 return None
             text = say(thought if thoughts else "", action)
             num_done += 1
@@ -218,20 +219,20 @@ def _play(
         turns.append({"from": "gpt", "loss": is_right, "value": text})
         observation, _, terminated, truncated, info = client.step(text)
         if terminated or truncated:
-            # Solved by slips alone, there would be nothing to imitate.
+            # An episode that only slips solved has no action to imitate.
             is_solved = info["success"] and num_done
             return {"item_id": task.task_id, "conversations": turns} if is_solved else None
     return None
 
 
 def prompt_turns(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """The messages of a prompt as turns, none of which is learned."""
+    """The messages of a prompt as turns without loss."""
     return [{"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt]
 
 
 def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[Task, int]]:
-    """(task, seed) in the order in which they are tried: sub-tasks in turn, and a task again with
-    the next seed once all are used; four times `count`, as some fail."""
+    """(task, seed) in the order to try them: alternate sub-tasks, and use a task again, with the
+    next seed, after all others. Yields 4 * `count` pairs, because some fail."""
     rng = random.Random(seed)
     by_subtask: dict[str, list[Task]] = {}
     for task in tasks:
@@ -240,9 +241,9 @@ def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[T
     for group in groups:
         rng.shuffle(group)
     for n in range(4 * count):
-        turn, place = divmod(n, len(groups))
-        group = groups[place]
-        yield group[turn % len(group)], seed + turn // len(group)
+        cycle, index = divmod(n, len(groups))
+        group = groups[index]
+        yield group[cycle % len(group)], seed + cycle // len(group)
 
 
 def play_demonstrations(
@@ -253,26 +254,26 @@ def play_demonstrations(
     urls: Sequence[str] = (),
     style: OracleStyle = PLAIN,
 ) -> list[Record]:
-    """`count` successful demonstrations, no two alike, in the order of `candidates`; fewer if too
+    """`count` different successful demonstrations in the order of `candidates`, or fewer if too
     many fail."""
-    chosen: list[Record] = []
+    records: list[Record] = []
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
         stack.callback(pool.close)
         play = partial(demonstrate, style=style)
         clients = [pool.client() for _ in range(NUM_CLIENTS)]
         threads = ThreadPoolExecutor(NUM_CLIENTS)
-        # Ctrl-C waits for no episode: the server ends next, and its clients with it.
+        # On Ctrl-C do not wait for episodes: closing the server ends them.
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         tick = stack.enter_context(phase("demonstrations", count, "episodes"))
         trials = candidates(tasks, count, seed)
-        while len(chosen) < count and (batch := list(islice(trials, NUM_CLIENTS))):
+        while len(records) < count and (batch := list(islice(trials, NUM_CLIENTS))):
             for record in threads.map(play, clients, *zip(*batch, strict=True)):
-                # In some environments the seed changes nothing: never the same twice.
-                if record is not None and record not in chosen and len(chosen) < count:
-                    chosen.append(record)
+                # Skip duplicates: in some environments the seed changes nothing.
+                if record is not None and record not in records and len(records) < count:
+                    records.append(record)
                     tick()
-    return chosen
+    return records
 
 
 def demonstrations(
@@ -283,16 +284,16 @@ def demonstrations(
     urls: Sequence[str] = (),
     style: OracleStyle = PLAIN,
 ) -> list[Record]:
-    """`count` oracle demonstrations, played once and then read from the cache: a resumed run does
-    not wait for the oracle (ScienceWorld's thinks for seconds), and finds the same warm start.
+    """`count` oracle demonstrations, played once and then cached. A resumed run therefore does not
+    wait for the oracle (ScienceWorld's takes seconds per move) and finds the same warm start.
 
     Args:
         tasks: sub-tasks get equal shares.
-        seed: of the choice of tasks, and the first seed of their episodes.
-        urls: servers of the environment; none: one is started here.
+        seed: selects the tasks, and is the first seed of their episodes.
+        urls: servers of the environment; without any, one is started.
     Raises:
         ValueError: the oracle failed at every task.
-        EnvError: no server, or one without an oracle.
+        EnvError: there is no server, or it has no oracle.
     """
     ids = [task.task_id for task in tasks]
     settings = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, *style]
@@ -304,7 +305,7 @@ def demonstrations(
         if not records:
             raise ValueError(
                 f"the oracle of {env} solved none of {4 * count} tasks in {MAX_TURNS} turns each, "
-                "or knew no move; nothing to show"
+                "or knew no move"
             )
         (folder / file.name).write_text(json.dumps(records, indent=1), encoding="utf-8")
 
@@ -315,8 +316,8 @@ def demonstrations(
 
 
 def source_of(env: str) -> str:
-    """Hash of the files that make an environment's texts: its package, or the file of its class,
-    and what all environments share."""
+    """Hash of the files that define an environment's texts: its package or the file of its class,
+    and the code that all environments share."""
     file = Path(inspect.getfile(get_env(env)))
     shared = Path(inspect.getfile(Task)).parent
     files = [file]

@@ -1,11 +1,11 @@
-"""Conversations that others have collected, and those of earlier runs, as records of data.py.
+"""Read conversations from files and earlier runs, as records of data.py.
 
     AgentTraj   {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}
     messages    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
-    a run       runs/NAME, what its policy sampled in training: trajectories/step_*.jsonl
+    a run       runs/NAME: what its policy sampled in training, trajectories/step_*.jsonl
 
-A file is a JSON list or has an object on each line. Everything is checked here, where it is read;
-an error names the file, the line and what is wrong there.
+A file is a JSON list or has one JSON object per line. Everything is checked here, when it is read.
+An error names the file, the line and the problem.
 
 Read next: sft.py. The formats in full: docs/data.md.
 """
@@ -31,10 +31,10 @@ EXPECTED = (
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Record]:
-    """The conversations of files and runs, without trajectories that have nothing to learn.
+    """The conversations in files and runs, without trajectories that have nothing to learn from.
 
     Raises:
-        ValueError: names file, line and what is wrong there.
+        ValueError: names file, line and problem.
         OSError: a file cannot be read.
     """
     return read_objects([file for path in paths for file in files_of(path)], to_record)
@@ -46,23 +46,23 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.glob("trajectories/step_*.jsonl"))
     if not files:
-        raise ValueError(f"{path} holds no trajectories/step_*.jsonl; is it a run?")
+        raise ValueError(f"{path} has no trajectories/step_*.jsonl; is it a run?")
     return files
 
 
 def read_objects(files: Sequence[Path], parse: Callable[[Any, str], Item | None]) -> Iterator[Item]:
-    """`parse(object, name)` of each object in the files, except where that is None. The name is for
-    objects without an id; no two are equal.
+    """Yield `parse(object, name)` for each object in the files, except None. Each object has a
+    different name, to use if it has no id.
 
     Raises:
-        ValueError: names file, line and what is wrong there.
+        ValueError: names file, line and problem.
     """
-    num_named = Counter(file.name for file in files)
+    num_files = Counter(file.name for file in files)
     for file in files:
-        name = file.name if num_named[file.name] == 1 else str(file)
-        for place, (where, content) in enumerate(_objects_of(file), start=1):
+        name = file.name if num_files[file.name] == 1 else str(file)
+        for number, (where, content) in enumerate(_objects_of(file), start=1):
             try:
-                item = parse(content, f"{name}:{place}")
+                item = parse(content, f"{name}:{number}")
             except ValueError as error:
                 raise ValueError(f"{file}, {where}: {error}") from None
             if item is not None:
@@ -70,31 +70,31 @@ def read_objects(files: Sequence[Path], parse: Callable[[Any, str], Item | None]
 
 
 def _objects_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, object) of a file that is a JSON list, or has a JSON object on each line."""
+    """("line 3", object) for each object in a file, or ("item 3", object) in a JSON list."""
     number = 1
     try:
         text = path.read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
-            for place, item in enumerate(json.loads(text), start=1):
-                yield f"item {place}", item
+            for index, item in enumerate(json.loads(text), start=1):
+                yield f"item {index}", item
             return
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"line {number}", json.loads(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error})") from None
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
     except (ValueError, RecursionError) as error:
-        number = max(number, getattr(error, "lineno", 1))  # of a list, the error knows the line
+        number = max(number, getattr(error, "lineno", 1))  # for a list, use the error's line
         raise ValueError(f"{path}, line {number} is not JSON ({error})") from None
 
 
 def to_record(content: Any, name: str) -> Record | None:
-    """An object of a file as a record; None if it is a trajectory with nothing to learn.
+    """Convert an object of a file to a record; None for a trajectory with nothing to learn from.
 
     Args:
-        name: its item_id, if it has none.
+        name: item_id for an object without one.
     Raises:
-        ValueError: it has none of the formats, or nothing to learn.
+        ValueError: its format is unknown, or it has nothing to learn from.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{str(content)[:60]!r}: {EXPECTED}")
@@ -111,7 +111,7 @@ def to_record(content: Any, name: str) -> Record | None:
         raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
     ids = (content.get("item_id"), content.get("id"), name)
     record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
-    total = content.get("return", content.get("reward"))  # the name in AgentGym's evaluations
+    total = content.get("return", content.get("reward"))  # "reward" in AgentGym's evaluations
     optional = {"return": total, "seed": content.get("seed")}
     return check_record(
         record | {key: value for key, value in optional.items() if value is not None}
@@ -119,28 +119,28 @@ def to_record(content: Any, name: str) -> Record | None:
 
 
 def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as AgentTraj turns: an assistant's is learned unless its `weight` is 0."""
+    """Messages as AgentTraj turns. Assistant turns have loss unless their `weight` is 0."""
     turns = []
     for i, message in enumerate(messages):
         role = str(message.get("role")) if isinstance(message, dict) else "none"
         if role not in NAMES:
             raise ValueError(f"message {i} has role {role[:60]}, not one of {', '.join(NAMES)}")
         if message.get("tool_calls"):
-            raise ValueError(f"message {i} has tool_calls, which are not read: write the call out")
+            raise ValueError(f"message {i} has tool_calls, which are not read: write them as text")
         has_loss = role == "assistant" and bool(message.get("weight", 1))
         turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
     return turns
 
 
 def record_of(trajectory: Trajectory) -> Record | None:
-    """A played trajectory as a record, with the ids that were sampled; None if it was lost, or the
-    policy never spoke."""
+    """Convert a trajectory to a record with the sampled ids; None if it was lost or has no
+    action."""
     turns = trajectory.turns
     if trajectory.stop_reason in (None, *LOST) or not turns:
         return None
     conversations = turns_of(trajectory.messages)
     actions = [turn for turn in conversations if turn["from"] == "gpt"]
-    for turn in actions[: -len(turns)]:  # the prompt's examples
+    for turn in actions[: -len(turns)]:  # examples in the prompt
         turn["loss"] = False
     if isinstance(trajectory, RolloutHandler):
         for turn, sampled in zip(actions[-len(turns) :], turns, strict=False):
@@ -150,10 +150,10 @@ def record_of(trajectory: Trajectory) -> Record | None:
 
 
 def check_record(record: Record) -> Record:
-    """The record itself, if it is a conversation that something can be learned from.
+    """Return the record if it is a valid conversation with something to learn from.
 
     Raises:
-        ValueError: says which turn is wrong, and how.
+        ValueError: names the invalid turn and the problem.
     """
     turns, name = record["conversations"], f"conversation {record['item_id']}"
     total = record.get("return", 0.0)
@@ -169,7 +169,7 @@ def check_record(record: Record) -> Record:
         raise ValueError(f"{name} has nothing to learn from: {hint}")
     first = actions[0]
     if first == 0 or turns[first - 1]["from"] != "human":
-        raise ValueError(f"{name}: there is no observation before its first action")
+        raise ValueError(f"{name}: no observation precedes its first action")
     for i in range(first, len(turns)):
         expected = "gpt" if (i - first) % 2 == 0 else "human"
         if turns[i]["from"] != expected:
@@ -179,14 +179,14 @@ def check_record(record: Record) -> Record:
 
 def _problem_of_turn(turn: Any) -> str | None:
     if not isinstance(turn, dict) or ("role" in turn and "from" not in turn):
-        return 'must have "from" and "value"; a list of "role" and "content" is named "messages"'
+        return 'must have "from" and "value"; for "role" and "content" use the key "messages"'
     if isinstance(turn.get("value"), list):
-        return "has a list as its value: join the texts of its parts"
+        return "has a list as its value: join its texts into one"
     if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
-        return "must be from human, gpt or system, with a text as its value"
+        return "must be from human, gpt or system and have a text as its value"
     ids = turn.get("ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return "has ids that are not token ids: leave them out"
     if not is_sound(turn["value"]):
-        return "holds half of a surrogate pair, which cannot be encoded"
+        return "contains half of a surrogate pair, which cannot be encoded"
     return None

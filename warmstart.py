@@ -1,19 +1,21 @@
-"""Warm start: supervised fine-tuning on demonstrations, so that reinforcement learning has
-something to reinforce.
+"""Warm start: fine-tune on demonstrations first, so that reinforcement learning has successes to
+reinforce.
 
-RL makes likely what already happens sometimes. A model that never writes a valid action earns 0 in
-every sample, every group has zero variance, and nothing is learned: SmolLM2-135M, asked cold, wrote
-no valid TextCraft action in 240 tries. A few minutes of imitation change that.
+RL makes actions more likely that the policy already samples sometimes. A model that never writes a
+valid action earns 0 in every sample, every group has zero variance, and nothing is learned. Without
+a warm start SmolLM2-135M wrote no valid TextCraft action in 240 attempts. A few minutes of
+imitation change that.
 
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
-A run begins with `start_model`, which has an oracle demonstrate (data.py), warms up the small
-models and caches the result under a key of model, data and settings. The project comes with some
-(recipes/starts/): LoRA adapters, used where training would see the same model, texts and settings.
-`--warm-start` also takes a folder, for example a checkpoint of sft.py.
+A run begins with `start_model`. For the small models it lets an oracle demonstrate (data.py),
+trains on the demonstrations, and caches the result under a key of model, data and settings. The
+project ships some results as LoRA adapters (recipes/starts/). They are used if training would see
+the same model, texts and settings. `--warm-start` also accepts a folder, for example a checkpoint
+of sft.py.
 
-It stands apart from sft.py, which is a whole run with evaluation and resume, because every run
-begins here. Read next: train.py, sft.py.
+It is separate from sft.py, a complete program with evaluation and resume, because every run begins
+here. Read next: train.py, sft.py.
 """
 
 from __future__ import annotations
@@ -53,28 +55,28 @@ from scale.sync import export_policy
 from update import Learner, decide_sharing
 from update import imitate as imitate_batch
 
-STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters, and ABOUT
-ABOUT = "sft.json"  # how a start was trained, and a hash of its demonstrations
+STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters and ABOUT
+ABOUT = "sft.json"  # settings and losses of the training, and a hash of its demonstrations
 
 
 @dataclass(frozen=True)
 class SftSettings:
-    """How a warm start is trained; part of its cache key."""
+    """Settings of a warm start; part of its cache key."""
 
     num_demonstrations: int = 128
-    slips: float = 0.0  # chance of a wrong move, not imitated, so that recovering is shown (0..1)
-    thoughts: bool = True  # whether the oracle says why it acts
+    slips: float = 0.0  # see data.OracleStyle
+    thoughts: bool = True  # see data.OracleStyle
     epochs: int = 2
     learning_rate: float = 1e-4
     batch_size: int = 8  # demonstrations per optimizer step
-    max_tokens: int = 2048  # of a micro-batch
-    max_trajectory_tokens: int = 2048  # longer demonstrations are left out and counted
-    lora_rank: int = 0  # train adapters, merged into the checkpoint (0: all weights)
-    share_prefix: bool = True  # compute what all demonstrations begin with once a step
+    max_tokens: int = 2048  # per micro-batch
+    max_trajectory_tokens: int = 2048  # longer demonstrations are left out
+    lora_rank: int = 0  # rank of adapters, merged into the checkpoint; 0: all weights
+    share_prefix: bool = True  # compute the prefix of all demonstrations once a step
     seed: int = 0
 
     def num_steps(self, num_records: int) -> int:
-        """Optimizer steps over so many demonstrations."""
+        """Number of optimizer steps for `num_records` demonstrations."""
         return self.epochs * math.ceil(num_records / self.batch_size)
 
 
@@ -87,8 +89,11 @@ def imitate(
     settings: SftSettings,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> list[float]:
-    """Minimise the action loss; returns the loss of every optimizer step (nats per action token),
-    which `on_step` is called with too. The learning rate falls linearly to a tenth."""
+    """Minimise the loss on action tokens. The learning rate falls linearly to a tenth.
+
+    Returns:
+        The loss of every optimizer step (nats per action token), also passed to `on_step`.
+    """
     generator = torch.Generator().manual_seed(settings.seed)
     total = settings.num_steps(len(batch))
     objective = Objective(
@@ -113,12 +118,12 @@ def imitate(
 def batch_of(
     chat: ChatTemplate, records: Sequence[Record], settings: SftSettings, pad_id: int
 ) -> Batch:
-    """Records -> tensors; those over the token limit are left out and counted in a line."""
+    """Records -> tensors. Leaves out records above the token limit and prints their number."""
     limit = settings.max_trajectory_tokens
     trajectories = [encode(chat, record).trajectory for record in records]
     fit = [t for t in trajectories if len(t.input_ids) <= limit]
     if not fit:
-        raise ValueError(f"no demonstration has at most {limit} tokens: --warm-start never")
+        raise ValueError(f"every demonstration exceeds {limit} tokens: --warm-start never")
     if num_out := len(records) - len(fit):
         distributed.say(f"{num_out} demonstrations have more than {limit} tokens and are left out")
     return make_batch(fit, pad_id)
@@ -127,11 +132,11 @@ def batch_of(
 def train_and_save(
     folder: Path | None, model: str, records: list[Record], settings: SftSettings, accelerator: Any
 ) -> None:
-    """Fine-tune `model` and save a checkpoint, with its losses beside it, and adapters also by
-    themselves. Collective.
+    """Fine-tune `model` and save a checkpoint with a file of its losses, and adapters also
+    separately. Collective.
 
     Args:
-        folder: where to; None on the ranks that do not write.
+        folder: destination; None on ranks that do not write.
     """
     with (
         value_errors_as_misuse()
@@ -144,8 +149,8 @@ def train_and_save(
         batch = batch_of(chat, records, settings, tokenizer.pad_token_id or 0)
     keep_for_backward(policy, choose_keep(False, accelerator.device))
     policy = distributed.shard(accelerator, policy.train())
-    learning = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=0.0)
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=settings.learning_rate, weight_decay=0.0)
     with phase("warm start", settings.num_steps(len(batch)), "steps") as tick:
         learner = Learner(accelerator, policy, optimizer)
         losses = imitate(learner, batch, settings, lambda loss: tick(loss=f"{loss:.3f}"))
@@ -161,7 +166,7 @@ def train_and_save(
 
 
 def merge_adapters(folder: Path | None, model: str, adapters: Path, accelerator: Any) -> None:
-    """Save the checkpoint that `model` is with these adapters. Collective."""
+    """Merge adapters into `model` and save the checkpoint. Collective."""
     path = resolve_model(model)
     tokenizer, policy = load_tokenizer(path), load_policy(path)
     load_adapter(policy.lm, adapters)
@@ -170,7 +175,7 @@ def merge_adapters(folder: Path | None, model: str, adapters: Path, accelerator:
     distributed.forget(accelerator, policy)
 
 
-# ---------------------------------------------------------------------------------------- of a run
+# ------------------------------------------------------------------------- at the start of a run
 
 
 def needs_warm_start(config: RunConfig) -> bool:
@@ -178,7 +183,7 @@ def needs_warm_start(config: RunConfig) -> bool:
 
 
 def base_model_path(config: RunConfig) -> str:
-    """Path of the model that the options name, before any warm start here. Collective."""
+    """Path of the model in the options, before any warm start by this run. Collective."""
     if config.warm_start not in ("auto", "never"):
         return config.warm_start
     with value_errors_as_misuse():
@@ -186,16 +191,18 @@ def base_model_path(config: RunConfig) -> str:
 
 
 def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]:
-    """`count` demonstrations of each environment of a run, of its training tasks and under its
-    prompt. The oracle demonstrates as it did for the start that the run begins with, so that it
-    does not teach a second way of speaking; plainly if the run begins with none."""
+    """`count` demonstrations per environment of a run, of its training tasks and with its prompt.
+
+    The oracle uses the style of the run's warm start, so that it does not teach a second one.
+    Without a warm start it uses the default style.
+    """
     records = []
     for c in config_per_env(config):
         prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
         settings = settings_for(c.model, c.env) if needs_warm_start(c) else SftSettings()
         style = OracleStyle(settings.slips, settings.thoughts)
         for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, style):
-            if prompt is not None:  # the oracle plays the same under any prompt
+            if prompt is not None:  # the oracle ignores the prompt
                 turns = prompt_turns(prompt) + record["conversations"][num_replaced:]
                 record = record | {"conversations": turns}
             records.append(record)
@@ -203,15 +210,15 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
 
 
 def start_model(config: RunConfig, accelerator: Any) -> str:
-    """Path of the weights that a run starts from: as given, or warmed up on demonstrations, one
-    start for all environments. Collective."""
+    """Path of the weights that a run starts from: the model in its options, or that model after one
+    warm start for all its environments. Collective."""
     path = base_model_path(config)
     if not needs_warm_start(config):
         return path
     settings = settings_for(config.model, config.env)
     count, seed = settings.num_demonstrations, settings.seed
-    show = partial(demonstrations_for, config, count, seed)
-    return warm_start(config.model, config.env, show, settings, accelerator)
+    demonstrate = partial(demonstrations_for, config, count, seed)
+    return warm_start(config.model, config.env, demonstrate, settings, accelerator)
 
 
 def warm_start(
@@ -221,8 +228,8 @@ def warm_start(
     settings: SftSettings,
     accelerator: Any,
 ) -> str:
-    """Path of `model` warmed up on what `demonstrate` returns: trained once, or shipped with the
-    project, then cached. Collective."""
+    """Path of `model` after training on the records that `demonstrate` returns. The result is
+    trained once or shipped with the project, then cached. Collective."""
     with value_errors_as_misuse():
         records = distributed.run_on_rank_0("demonstrations", demonstrate)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
@@ -232,11 +239,11 @@ def warm_start(
         return str(folder)
     about = f"warm start: {len(records)} demonstrations, {settings.epochs} epochs"
     if adapters := shipped_adapters(model, env, records, settings):
-        distributed.say(f"{about}; comes with the project, nothing to train")
+        distributed.say(f"{about}; shipped with the project, nothing to train")
         make = partial(merge_adapters, model=model, adapters=adapters, accelerator=accelerator)
     else:
         steps = settings.num_steps(len(records))
-        distributed.say(f"{about}, {steps} steps; made once, then cached")
+        distributed.say(f"{about}, {steps} steps; trained once, then cached")
         make = partial(
             train_and_save, model=model, records=records, settings=settings, accelerator=accelerator
         )
@@ -256,21 +263,20 @@ def hash_of(records: Sequence[Record]) -> str:
 
 
 def shipped_start_info(model: str, env: str) -> dict[str, Any]:
-    """How the project's own start of this model and environment was trained; {} if it has none."""
+    """The ABOUT file of the shipped warm start for this model and environment; {} without one."""
     file = STARTS / f"{model}-{env_name(env)}" / ABOUT
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def settings_for(model: str, env: str) -> SftSettings:
-    """How a warm start of `model` in `env` is trained: like the shipped one, if there is one."""
+    """Settings for a warm start of `model` in `env`: those of the shipped one, if it exists."""
     return SftSettings(**shipped_start_info(model, env).get("settings", {}))
 
 
 def shipped_adapters(
     model: str, env: str, records: Sequence[Record], settings: SftSettings
 ) -> Path | None:
-    """The folder of the adapters that training on these records would give; None if the project has
-    none."""
+    """Folder of the shipped adapters that training on these records would produce, or None."""
     about = shipped_start_info(model, env)
     is_same = about.get("records") == hash_of(records) and about["settings"] == asdict(settings)
     return STARTS / f"{model}-{env_name(env)}" if is_same else None

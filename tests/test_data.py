@@ -1,4 +1,4 @@
-"""data.py: conversations become the tokens that sampling would have made; an oracle shows them."""
+"""data.py: conversations are encoded as sampling would have; an oracle demonstrates."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def own_cache(request, monkeypatch, tmp_path):
         monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
 
 
-def said(number):
+def episode_messages(number):
     """Messages of an episode of two turns."""
     texts = (f"Goal {number}.", "Action: look", "You see a log.", "Action: get 1 oak log")
     roles = ("user", "assistant") * 2
@@ -50,10 +50,10 @@ def said(number):
 # --- Tokens (traps 6 and 8) ----------------------------------------------------------------------
 
 
-def sampled(chat, number, reward, stop="success"):
-    """A trajectory whose actions were sampled letter by letter: no tokenizer encodes them so."""
+def sampled_trajectory(chat, number, reward, stop="success"):
+    """A trajectory sampled letter by letter, as no tokenizer would encode it."""
     handler = RolloutHandler(f"{number}", 1, "textcraft", f"textcraft_{number}", "", 0, 0, 2)
-    _, opening, *turns = said(number)
+    _, opening, *turns = episode_messages(number)
     handler.start(chat, PROMPT, opening["content"])
     for turn in turns:
         if turn["role"] == "user":
@@ -69,7 +69,7 @@ def sampled(chat, number, reward, stop="success"):
 @pytest.mark.parametrize(
     ("ids", "is_exact"), [("Action: look", True), ("Other", False), ([10**9], False), ([], False)]
 )
-def test_ids_are_taken_where_this_tokenizer_reads_them_as_the_text(chat, ids, is_exact):
+def test_sampled_ids_are_used_if_this_tokenizer_decodes_them_to_the_text(chat, ids, is_exact):
     ids = chat.action(ids) if isinstance(ids, str) else ids
     turn = {"from": "gpt", "loss": True, "value": "Action: look", "ids": ids}
     record = {"item_id": "x", "conversations": [{"from": "human", "value": "Goal."}, turn]}
@@ -77,7 +77,7 @@ def test_ids_are_taken_where_this_tokenizer_reads_them_as_the_text(chat, ids, is
     assert example.is_reencoded == (ids != [] and not is_exact)
 
 
-def test_an_action_that_a_limit_cut_does_not_teach_to_stop_there(chat):
+def test_an_action_cut_by_a_limit_does_not_teach_the_policy_to_stop_there(chat):
     handler = RolloutHandler("1", 1, "textcraft", "textcraft_1", "", 0, 0, 2)
     handler.start(chat, PROMPT, "Goal.")
     ids = chat.action("Action: get 1")[:-1]
@@ -89,7 +89,7 @@ def test_an_action_that_a_limit_cut_does_not_teach_to_stop_there(chat):
 
 
 @pytest.fixture(scope="module")
-def shown():
+def records():
     return play_demonstrations("textcraft", load_tasks("textcraft", "train"), 8, 0)
 
 
@@ -97,13 +97,13 @@ def actions_of(record):
     return [turn["value"] for turn in record["conversations"] if turn["from"] == "gpt"]
 
 
-def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(chat, shown):
-    record = max(shown, key=lambda r: len(actions_of(r)))
+def test_a_demonstration_has_the_tokens_of_the_same_episode_when_sampled(chat, records):
+    record = max(records, key=lambda r: len(actions_of(r)))
     task = next(t for t in load_tasks("textcraft", "train") if t.task_id == record["item_id"])
-    world, script = TextCraft(), iter(actions_of(record))
+    env, script = TextCraft(), iter(actions_of(record))
 
     def play(task_index, turn, text):
-        return StepResult(*world.step(world.parse(text)))
+        return StepResult(*env.step(env.parse(text)))
 
     class Pool(FakePool):
         env = "textcraft"
@@ -113,7 +113,7 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
             client.prompt = TextCraft.PROMPT
             return client
 
-    pool = Pool(play, on_reset=lambda index: world.reset(index, seed=0))
+    pool = Pool(play, on_reset=lambda index: env.reset(index, seed=0))
     engine = ScriptedEngine(lambda name, prompt: chat.action(next(script)))
     request = RolloutRequest(task, group_id=0, sample=0, seed=0, step=1, max_rounds=50)
     settings = RolloutSettings(max_tokens_per_turn=200, max_trajectory_tokens=4000)
@@ -126,8 +126,8 @@ def test_a_demonstration_is_encoded_exactly_as_the_same_episode_is_when_sampled(
     assert to_agenttraj(handler.task_id, handler.messages) == record
 
 
-def test_agentgyms_opening_by_human_and_gpt_and_a_turn_without_loss_are_not_learned(chat):
-    said = [
+def test_agentgyms_opening_dialogue_and_turns_without_loss_are_not_learned(chat):
+    triples = [
         ("human", None, "You are to craft."),
         ("gpt", False, "OK."),
         ("human", None, "Goal: craft stick."),
@@ -136,7 +136,7 @@ def test_agentgyms_opening_by_human_and_gpt_and_a_turn_without_loss_are_not_lear
         ("gpt", False, "Action: wait"),
         ("human", None, "Nothing happens"),
     ]
-    turns = [dict(zip(("from", "loss", "value"), turn, strict=True)) for turn in said]
+    turns = [dict(zip(("from", "loss", "value"), turn, strict=True)) for turn in triples]
     example = encode(chat, {"item_id": "x", "conversations": turns})
     handler = example.trajectory
     assert [m["role"] for m in handler.messages] == ["user", "assistant"] * 3
@@ -144,43 +144,43 @@ def test_agentgyms_opening_by_human_and_gpt_and_a_turn_without_loss_are_not_lear
     start, end = handler.turns[0].action_span
     assert sum(handler.loss_mask) == sum(handler.loss_mask[start:end]) == end - start
     opening, turns = example.parts
-    assert [who for who, _ in opening] == ["human", "gpt", "human"]
-    assert turns == tuple((who, text) for who, _, text in said[3:6])
+    assert [speaker for speaker, _ in opening] == ["human", "gpt", "human"]
+    assert turns == tuple((speaker, text) for speaker, _, text in triples[3:6])
 
 
 # --- Oracles --------------------------------------------------------------------------------------
 
 
-class Told(Letters):
-    """Letters that are told by an action line, as an oracle's are."""
+class ActionLetters(Letters):
+    """Letters as action lines, the format of an oracle's actions."""
 
     parse = staticmethod(action_line)
 
 
-def test_demonstrations_are_kept_for_the_same_tasks_count_seed_and_source(monkeypatch):
-    played = []
-    shown = [{"item_id": "x"}]
-    monkeypatch.setattr(data, "play_demonstrations", lambda *given: played.append(given) or shown)
+def test_demonstrations_are_cached_by_tasks_count_seed_and_source(monkeypatch):
+    calls = []
+    records = [{"item_id": "x"}]
+    monkeypatch.setattr(data, "play_demonstrations", lambda *args: calls.append(args) or records)
     with registered():
         tasks = load_tasks(NAME)
         first = (tasks, 5, 0)
-        for given in (first, first, (tasks[1:], 5, 0), (tasks, 6, 0), (tasks, 5, 1)):
-            demonstrations(NAME, *given)
-        assert len(played) == 4
+        for args in (first, first, (tasks[1:], 5, 0), (tasks, 6, 0), (tasks, 5, 1)):
+            demonstrations(NAME, *args)
+        assert len(calls) == 4
         monkeypatch.setattr(data, "source_of", lambda env: "changed")
         demonstrations(NAME, tasks, 5, 0)
-    assert len(played) == 5
+    assert len(calls) == 5
 
 
-def test_the_source_of_an_environment_is_all_its_files(monkeypatch):
-    """Demonstrations of questions that were written anew are other ones."""
+def test_the_source_hash_covers_all_files_of_an_environment(monkeypatch):
+    """New questions need new demonstrations."""
     hashes = {data.source_of("searchqa"), data.source_of("searchqa"), data.source_of("textcraft")}
     read_bytes, lines = Path.read_bytes, "questions.jsonl"
     monkeypatch.setattr(Path, "read_bytes", lambda p: b"" if p.name == lines else read_bytes(p))
     assert len(hashes | {data.source_of("searchqa")}) == 3
 
 
-class Unlucky(Told):
+class PartialOracle(ActionLetters):
     """The oracle fails or knows no move at every task with an even number."""
 
     def oracle(self):
@@ -189,34 +189,34 @@ class Unlucky(Told):
         return "", "abc" if self.task_index % 2 else "xyz"
 
 
-class Shaky(Told):
-    """Fails once."""
+class FailsOnce(ActionLetters):
+    """The oracle raises an error once."""
 
-    left = [1]
+    failures = [1]
 
     def oracle(self):
-        if self.left:
-            raise RuntimeError(f"no more memory {self.left.pop()}")
+        if self.failures:
+            raise RuntimeError(f"no more memory {self.failures.pop()}")
         return super().oracle()
 
 
 def test_an_environment_that_fails_once_does_not_end_the_warm_start():
-    with serve(Shaky) as url:
+    with serve(FailsOnce) as url:
         assert len(play_demonstrations(NAME, load_tasks(NAME), 8, 0, [url])) == 8
-    assert not Shaky.left
+    assert not FailsOnce.failures
 
 
-def test_failures_are_left_out_and_made_up_for_and_an_oracle_that_always_fails_ends():
-    with serve(Told) as url:  # eight tasks, and the seed changes nothing: none is shown twice
+def test_other_tasks_replace_failures_and_an_oracle_that_always_fails_is_an_error():
+    with serve(ActionLetters) as url:  # eight tasks, and the seed changes nothing: no duplicates
         assert len(play_demonstrations(NAME, load_tasks(NAME), 12, 0, [url])) == 8
-    with serve(Unlucky) as url:
-        found = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url])
-        assert [int(record["item_id"][-1]) % 2 for record in found] == [1] * 4
+    with serve(PartialOracle) as url:
+        records = play_demonstrations(NAME, load_tasks(NAME), 4, 0, [url])
+        assert [int(record["item_id"][-1]) % 2 for record in records] == [1] * 4
         with pytest.raises(ValueError, match="solved none of 12"):
             demonstrations(NAME, load_tasks(NAME, subtasks=["even"]), 3, 0, [url])
 
 
-def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
+def test_sub_tasks_alternate_and_a_task_is_repeated_with_the_next_seed():
     with registered():
         pairs = list(candidates(load_tasks(NAME), count=4, seed=7))
     assert [task.subtask for task, _ in pairs] == ["even", "odd"] * 8
@@ -224,22 +224,22 @@ def test_sub_tasks_take_turns_and_a_task_comes_again_with_the_next_seed():
     assert [seed for _, seed in pairs] == [7] * 8 + [8] * 8
 
 
-# --- Wrong moves that are shown and not imitated --------------------------------------------------
+# --- Wrong moves, which are not imitated ----------------------------------------------------------
 
 
-def test_slips_are_right_later_or_were_right_before_and_are_not_imitated():
+def test_slips_are_actions_of_the_perfect_episode_and_are_not_imitated():
     tasks = load_tasks("textcraft", "short_train")
-    clean = play_demonstrations("textcraft", tasks, 24, 0)
+    perfect = play_demonstrations("textcraft", tasks, 24, 0)
     slipped = demonstrations("textcraft", tasks, 24, 0, style=OracleStyle(slips=0.4))
-    assert demonstrations("textcraft", tasks, 24, 0) == clean, "kept apart"
-    assert [record["item_id"] for record in slipped] == [record["item_id"] for record in clean]
-    assert all(turn["loss"] is not False for record in clean for turn in record["conversations"])
-    wrong = failed = 0
-    for record, model in zip(slipped, clean, strict=True):
+    assert demonstrations("textcraft", tasks, 24, 0) == perfect, "cached separately"
+    assert [record["item_id"] for record in slipped] == [record["item_id"] for record in perfect]
+    assert all(turn["loss"] is not False for record in perfect for turn in record["conversations"])
+    num_wrong = num_failed = 0
+    for record, model in zip(slipped, perfect, strict=True):
         turns = record["conversations"]
         for turn, answer in zip(turns, [*turns[1:], {"value": ""}]):
             if turn["from"] == "gpt" and not turn["loss"]:
-                wrong += 1
-                failed += answer["value"].startswith("Could not")
+                num_wrong += 1
+                num_failed += answer["value"].startswith("Could not")
                 assert turn["value"] in actions_of(model)
-    assert wrong > 20 and failed > 0.3 * wrong, (wrong, failed)
+    assert num_wrong > 20 and num_failed > 0.3 * num_wrong, (num_wrong, num_failed)

@@ -1,5 +1,5 @@
-"""Warm start: only actions are learned, once for each model, data and settings, and what comes with
-the project is found."""
+"""warmstart.py: only actions are learned, once per model, data and settings; shipped starts are
+found."""
 
 from dataclasses import replace
 
@@ -25,21 +25,21 @@ SETTINGS = SftSettings(num_demonstrations=8, batch_size=4)
 # --- Training -------------------------------------------------------------------------------------
 
 
-def test_the_loop_is_that_of_plain_gradient_descent_written_out():
-    """Two steps against the literal loop: one forward over the rows, a mean over action tokens,
-    clip, a rate that falls to a tenth."""
+def test_the_training_loop_equals_a_literal_one():
+    """Two steps of a literal loop: one forward pass over the rows, the mean over action tokens,
+    gradient clipping, and a learning rate that falls to a tenth."""
     settings = replace(SETTINGS, batch_size=3, epochs=1, learning_rate=1e-2)
     tiny = resolve_model("tiny")
     records = play_demonstrations("textcraft", list(TASKS), count=6, seed=0)
     batch = warmstart.batch_of(ChatTemplate(load_tokenizer(tiny)), records, settings, pad_id=0)
-    ours, plain = load_policy(tiny), load_policy(tiny)
+    policy, plain = load_policy(tiny), load_policy(tiny)
     start = torch.cat([p.detach().flatten() for p in plain.parameters()])
-    seen = []
+    reported = []
     with fresh_process_state():
-        adamw = torch.optim.AdamW(ours.parameters(), lr=1.0, weight_decay=0.0)
-        learner = Learner(distributed.make_accelerator("bf16"), ours, adamw)
-        losses = warmstart.imitate(learner, batch, settings, seen.append)
-    assert seen == losses
+        adamw = torch.optim.AdamW(policy.parameters(), lr=1.0, weight_decay=0.0)
+        learner = Learner(distributed.make_accelerator("bf16"), policy, adamw)
+        losses = warmstart.imitate(learner, batch, settings, reported.append)
+    assert reported == losses
     optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(settings.seed))
     for step, loss_of_step in enumerate(losses):
@@ -53,22 +53,22 @@ def test_the_loop_is_that_of_plain_gradient_descent_written_out():
         optimizer.step()
         optimizer.zero_grad()
         assert loss_of_step == pytest.approx(float(loss.detach()), rel=0.02)
-    # Adam turns a gradient near 0 into a whole step, one way or the other by rounding.
-    ours, plain = (torch.cat([p.flatten() for p in m.parameters()]) - start for m in (ours, plain))
-    assert torch.cosine_similarity(ours, plain, dim=0) > 0.98
+    # Adam makes a full step even from a gradient near 0, whose sign depends on rounding.
+    changes = [torch.cat([p.flatten() for p in m.parameters()]) - start for m in (policy, plain)]
+    assert torch.cosine_similarity(*changes, dim=0) > 0.98
 
 
-# --- Made once, or shipped with the project -------------------------------------------------------
+# --- Cached, or shipped with the project ----------------------------------------------------------
 
 
 def warm(tasks, settings=SETTINGS, model="tiny", accelerator=None):
-    def show():
+    def demonstrate():
         return demonstrations("textcraft", tasks, settings.num_demonstrations, settings.seed)
 
-    return warmstart.warm_start(model, "textcraft", show, settings, accelerator)
+    return warmstart.warm_start(model, "textcraft", demonstrate, settings, accelerator)
 
 
-def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(own_cache, monkeypatch):
+def test_a_warm_start_is_trained_once_per_model_data_and_settings(own_cache, monkeypatch):
     trained = []
 
     def train_and_save(folder, model, records, settings, accelerator):
@@ -87,7 +87,7 @@ def test_a_warm_start_is_trained_once_for_each_model_data_and_settings(own_cache
     assert len(folders) == len(trained) == 4
 
 
-def test_a_shipped_warm_start_is_unpacked_for_the_same_model_data_and_settings_alone(
+def test_shipped_adapters_are_used_only_for_the_same_model_data_and_settings(
     own_cache, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(warmstart, "STARTS", tmp_path / "starts")
@@ -106,24 +106,23 @@ def test_a_shipped_warm_start_is_unpacked_for_the_same_model_data_and_settings_a
     )
     monkeypatch.setattr(warmstart, "train_and_save", None)
     with fresh_process_state():
-        made = warm(TASKS[:4], settings, accelerator=distributed.make_accelerator("no"))
-    assert "comes with the project" in capsys.readouterr().out
+        merged = warm(TASKS[:4], settings, accelerator=distributed.make_accelerator("no"))
+    assert "shipped with the project" in capsys.readouterr().out
     unpacked, trained, base = (
         load_policy(path).lm.state_dict()
-        for path in (made, str(tmp_path / "trained"), resolve_model("tiny"))
+        for path in (merged, str(tmp_path / "trained"), resolve_model("tiny"))
     )
-    for name, weight in trained.items():  # both are rounded to bfloat16, the adapters before
+    for name, weight in trained.items():  # adapters and weights are rounded to bfloat16
         moved = (weight - base[name]).abs().max()
         assert (unpacked[name] - weight).abs().max() <= 0.02 * moved + 2**-8 * weight.abs().max()
     assert any((trained[name] - base[name]).abs().max() > 1e-3 for name in trained)
 
 
-def test_the_default_run_finds_the_warm_start_that_comes_with_the_project(own_cache, monkeypatch):
-    """Its key is the texts of the demonstrations: a change of the environment's words makes it
-    stale."""
-    made = []
+def test_the_default_run_finds_its_shipped_warm_start(own_cache, monkeypatch):
+    """Its key contains the demonstrations, so new texts of the environment make it stale."""
+    builders = []
     monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
-    monkeypatch.setattr(warmstart, "build_folder", lambda folder, make: made.append(make))
+    monkeypatch.setattr(warmstart, "build_folder", lambda folder, make: builders.append(make))
     config = complete(options("textcraft", model="smollm2-135m"))
     warmstart.start_model(config, accelerator=None)
-    assert made[0].func is warmstart.merge_adapters, "make recipes/starts anew, see its README"
+    assert builders[0].func is warmstart.merge_adapters, "rebuild recipes/starts, see its README"
