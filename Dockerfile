@@ -1,13 +1,14 @@
-# The project on a CPU, in a container; the machine needs nothing but the builder.
+# The project on a CPU, in a container. The machine needs only Docker.
 #
 #     docker build -t agent-rl .
-#     docker run --rm agent-rl                                                         the commands
+#     docker run --rm agent-rl                                                   list the commands
 #     docker run --rm -it -v "$PWD/runs:/agent/runs" -v "$PWD/.cache:/agent/.cache" agent-rl train
 #
-# What a run leaves lies in runs/, converted models and warm starts in .cache/: mounted, both outlive the container.
+# Runs are written to runs/, converted models and warm starts to .cache/. Mount both to keep them.
 FROM python:3.11-slim-bookworm
 
-# vLLM's CPU build links against libnuma and compiles kernels with g++; tcmalloc saves memory; make runs everything. No pins: Debian drops old versions.
+# vLLM's CPU build needs libnuma, and g++ to compile kernels. tcmalloc saves memory. Versions are not
+# pinned, because Debian removes old ones.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 libtcmalloc-minimal4 make \
@@ -16,7 +17,7 @@ RUN apt-get update \
 WORKDIR /agent
 ENV PIP_NO_CACHE_DIR=1
 
-# First what set-up reads, so that a change of the code does not install 4 GB again.
+# First copy only the files that set-up reads, so that a code change does not install 4 GB again.
 COPY Makefile requirements*.txt ./
 COPY tools tools
 COPY stubs stubs
@@ -24,7 +25,8 @@ COPY envs/textcraft/__init__.py envs/textcraft/
 RUN make setup SET=cpu
 
 COPY . .
-# A world that needs packages of its own: --build-arg ENV=babyai
+# For an environment with extra packages: --build-arg ENV=babyai
+
 ARG ENV=textcraft
 RUN make setup ENV="$ENV"
 ENTRYPOINT ["make"]

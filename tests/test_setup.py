@@ -1,4 +1,4 @@
-"""Set-up: pins agree, a second run does nothing, each failure is one line."""
+"""Set-up: the pins agree, a second run does nothing, each failure prints one line of advice."""
 
 import os
 import re
@@ -27,13 +27,14 @@ def pins(file: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_each_direct_requirement_is_pinned_as_in_the_lock_which_holds_exact_versions(name):
-    chosen = SETS[name]
-    direct, locked = pins(chosen.requirements), pins(chosen.lock)
+def test_direct_requirements_are_pinned_to_the_exact_versions_of_the_lock(name):
+    requirement_set = SETS[name]
+    direct, locked = pins(requirement_set.requirements), pins(requirement_set.lock)
     assert {package: locked.get(package) for package in direct} == direct
-    others = [line for line in requirement_lines(ROOT / chosen.requirements) if "==" not in line]
-    assert others == [f"-c {chosen.lock}", *chosen.stubs()]
-    for line in requirement_lines(ROOT / chosen.lock):
+    lines = requirement_lines(ROOT / requirement_set.requirements)
+    unpinned = [line for line in lines if "==" not in line]
+    assert unpinned == [f"-c {requirement_set.lock}", *requirement_set.stubs()]
+    for line in requirement_lines(ROOT / requirement_set.lock):
         assert re.fullmatch(r"[a-z0-9.-]+==[^\s;*]+( ; python_version > \"3\.11\")?", line)
     if name == "cpu":
         assert not [n for n in locked if n.startswith(("nvidia", "cuda", "flashinfer", "torchv"))]
@@ -44,7 +45,7 @@ def test_each_direct_requirement_is_pinned_as_in_the_lock_which_holds_exact_vers
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A copy of the files that set-up reads, on a disk with room for every set."""
+    """A copy of the files that set-up reads, on a disk with space for every set."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(99e9, 9e9, 90e9))
     names = ["Makefile", "tools/setup_env.py", *(f.name for f in ROOT.glob("requirements*.txt"))]
     for name in names:
@@ -59,7 +60,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 class FakePip(Environment):
-    """An Environment that writes commands down; those with a word of `refuse` fail."""
+    """An Environment that records its commands; those that contain a word of `refuse` fail."""
 
     def __init__(self, root: Path, *refuse: str, output: str = "") -> None:
         super().__init__(root / ".venv", root)
@@ -86,7 +87,7 @@ def commands_of(checkout: Path, env: str = "textcraft", name: str = "auto") -> l
     return environment.commands
 
 
-def test_only_a_changed_requirement_is_installed_and_make_then_needs_no_pip(checkout):
+def test_packages_are_installed_again_only_when_a_requirement_changes(checkout):
     assert len(commands_of(checkout, name="cpu")) == 3
     for file in ("requirements.txt", "requirements-lock-cpu.txt", "stubs/llm/pyproject.toml"):
         path = checkout / file
@@ -96,18 +97,18 @@ def test_only_a_changed_requirement_is_installed_and_make_then_needs_no_pip(chec
         assert commands_of(checkout, name="cpu") != []
     command = ["make", "-s", "setup"]
     variables = dict(os.environ, PIP_NO_INDEX="1")
-    done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    process = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
-def test_an_interrupted_set_up_is_not_taken_for_a_finished_one(checkout):
+def test_an_interrupted_set_up_does_not_count_as_complete(checkout):
     commands_of(checkout, name="cpu")
     lock = checkout / "requirements-lock-cpu.txt"
-    before = lock.read_text()
-    lock.write_text(before + "other==1.0\n")
+    original = lock.read_text()
+    lock.write_text(original + "other==1.0\n")
     with pytest.raises(SetupError):
         setup_env.setup("cpu", "textcraft", FakePip(checkout, "-r"))
-    lock.write_text(before)  # as it was before the interruption
+    lock.write_text(original)
     assert commands_of(checkout, name="cpu") != []
 
 
@@ -120,10 +121,10 @@ def test_the_packages_of_each_environment_are_installed_once(checkout):
     assert commands_of(checkout, "textcraft babyai package.module:Class") == []
 
 
-def test_the_cuda_set_is_chosen_only_where_a_gpu_is_listed(checkout, monkeypatch):
-    for listed, expected in ((True, "requirements-cuda.txt"), (False, "--no-deps")):
+def test_the_cuda_set_is_chosen_only_if_there_is_a_gpu(checkout, monkeypatch):
+    for has_gpu, expected in ((True, "requirements-cuda.txt"), (False, "--no-deps")):
         shutil.rmtree(checkout / ".venv", ignore_errors=True)
-        monkeypatch.setattr(setup_env, "has_gpu", lambda listed=listed: listed)
+        monkeypatch.setattr(setup_env, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
         assert expected in commands_of(checkout)[0]
 
 
@@ -141,33 +142,34 @@ def test_torch_comes_from_the_first_place_that_has_it(checkout, capsys, refuse, 
     assert environment.commands[-1][-len(last) :] == last
     assert ("several GB" in capsys.readouterr().out) == (way == "default")
     full = FakePip(checkout, "torch==2.13.0+cpu", output="[Errno 28] No space left on device\n")
-    with pytest.raises(SetupError, match="the disk is full"):  # no larger build is tried
+    with pytest.raises(SetupError, match="the disk is full"):  # it does not try a larger build
         install_torch(full, "torch==2.13.0+cpu")
 
 
 # ---- errors ----------------------------------------------------------------------------------
 
 
-def test_an_old_python_is_refused_in_one_line(checkout):
+def test_an_old_python_is_rejected_with_one_line(checkout):
     fake = checkout / "old"
     fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.exit(1)"\n')
     fake.chmod(0o755)
     command = ["make", "-s", "setup", f"PYTHON={fake}"]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
-    assert done.returncode != 0 and done.stderr.startswith("error: need Python 3.11 to 3.13")
+    process = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert process.returncode != 0
+    assert process.stderr.startswith("error: need Python 3.11 to 3.13")
 
 
 def test_nothing_is_installed_for_an_unknown_environment_or_on_a_full_disk(checkout, monkeypatch):
     environment = FakePip(checkout)
-    with pytest.raises(SetupError, match=r"no environment 'chess'; known: babyai, textcraft$"):
+    with pytest.raises(SetupError, match=r"no environment 'chess'; expected babyai, textcraft$"):
         setup_env.setup("cpu", "textcraft chess", environment)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: DiskUsage(9e9, 8.7e9, 3e8))
-    with pytest.raises(SetupError, match=r"has 0\.3 GB free, the cpu packages need 6 GB"):
+    with pytest.raises(SetupError, match=r"has 0\.3 GB free, expected 6 GB for the cpu packages"):
         setup_env.setup("cpu", "textcraft", environment)
     assert environment.commands == []
 
 
-def test_a_broken_environment_is_left_alone_and_a_failing_pip_shows_the_end_of_its_log(checkout):
+def test_a_broken_environment_is_not_changed_and_a_pip_failure_prints_the_end_of_its_log(checkout):
     environment = Environment(checkout / ".venv", checkout)
     environment.path.mkdir()
     (environment.path / "mine.txt").touch()
@@ -175,18 +177,18 @@ def test_a_broken_environment_is_left_alone_and_a_failing_pip_shows_the_end_of_i
         environment.create()
     assert (environment.path / "mine.txt").exists()
     code = "print('line one'); print('ERROR: the wheel is broken'); raise SystemExit(3)"
-    with pytest.raises(SetupError) as caught:
+    with pytest.raises(SetupError) as error:
         environment.run(sys.executable, "-c", code)
-    first, *rest = str(caught.value).splitlines()
+    first, *tail = str(error.value).splitlines()
     assert "exit code 3" in first and str(environment.log) in first
-    assert rest == ["    line one", "    ERROR: the wheel is broken"]
+    assert tail == ["    line one", "    ERROR: the wheel is broken"]
 
 
-def test_main_turns_every_failure_into_an_error_line_and_an_exit_code(monkeypatch, capsys):
+def test_main_prints_every_failure_as_one_line_and_returns_its_exit_code(monkeypatch, capsys):
     for failure, code, text in [
-        (SetupError("what and what to do"), 1, "error: what and what to do\n"),
+        (SetupError("a problem; advice"), 1, "error: a problem; advice\n"),
         (OSError(28, "No space left on device"), 1, "free some disk space"),
-        (KeyboardInterrupt(), 130, "the same command goes on"),
+        (KeyboardInterrupt(), 130, "the same command to continue"),
     ]:
 
         def fail(*_, failure=failure):
@@ -209,8 +211,9 @@ def test_main_turns_every_failure_into_an_error_line_and_an_exit_code(monkeypatc
         (["test"], "-m pytest"),
     ],
 )
-def test_make_sets_up_first_and_takes_options(monkeypatch, arguments, command):
-    monkeypatch.setenv("ENV", "/etc/shrc")  # a variable that shells know
+def test_make_sets_up_first_and_accepts_options(monkeypatch, arguments, command):
+    monkeypatch.setenv("ENV", "/etc/shrc")  # POSIX shells use this variable, too
+
     dry_run = ["make", "-n", *arguments]
     printed = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.index("tools/setup_env.py") < printed.index(command)
