@@ -1,34 +1,34 @@
-"""AgentEvol: explore with what has been learned, keep what earned something, learn it, again
-(arXiv 2406.04151).
+"""AgentEvol: repeat exploration and imitation of the successes (arXiv 2406.04151).
 
     demonstrations ──┐
                      ├──> 1 the evolving set ──> 2 imitate it ──> 3 measure
-    the policy plays ┘        each iteration: what it explored and earned joins the set
+    the policy plays ┘        each iteration adds explored trajectories with a return to the set
 
-Why should that raise the return? The goal is the chance that a trajectory is a good one,
+Why should this raise the return? The goal is the probability of a good trajectory,
 
     log E_π[R] = log Σ_τ π(τ) R(τ)  ≥  Σ_τ q(τ) log( π(τ) R(τ) / q(τ) )      for any q (Jensen)
 
-with equality where q(τ) ∝ π(τ) R(τ). Two steps climb the bound in turn, expectation-maximisation:
+with equality if q(τ) ∝ π(τ) R(τ). Two steps raise the bound in turn (expectation-maximisation):
 
-    explore   q is what the policy does, weighted by the return: sample, and keep R > 0
+    explore   q is the policy's behaviour, weighted by the return: sample, and keep R > 0
     learn     maximise E_q[log π(τ)]: imitation with weights R, over the tokens it wrote
 
     L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    N tokens with loss_mask 1
 
-w is 1 for a demonstration. Trajectories with the same text join the set as one row, whose w is the
-sum of their returns: how often a text was sampled is all that a sample shows of π. A set that
-counts each text once would lift the rare success as much as the common one.
+w is 1 for a demonstration. Explored trajectories with the same text join the set as one row whose w
+is the sum of their returns, because a sample reveals π only through how often a text occurs. If
+each text counted once, a rare success would gain as much as a common one.
 
-An iteration continues from the last one's weights, and its exploration joins the demonstrations.
-The paper instead restarts from the base policy, with a set that grows (--learn-from base
---merge-with all): mistakes of an iteration do not stay in the weights, but its progress has to be
-made again. AgentGym's script also learns once before it explores; here the first exploration is
-the start's, which therefore needs a warm start.
+Each iteration continues from the last weights, and only its own exploration joins the
+demonstrations. The paper instead restarts from the base policy with a growing set (--learn-from
+base --merge-with all). Then mistakes of an iteration do not stay in the weights, but its progress
+has to be learned again. AgentGym's script also learns once before it explores. Here the initial
+policy explores first and therefore needs a warm start.
 
-The set of each iteration is in `evolving/iteration_001.jsonl`: where each trajectory is from, what
-it earned, how much it counts. Against RL: no baseline and no negative example, so a mistake is
-never made less likely, only crowded out; but the data serves several steps.
+`evolving/iteration_001.jsonl` holds the set of each iteration, with the origin, return and weight
+of each trajectory. Compared with RL there is no baseline and no negative example. The loss never
+makes a mistake less likely, except by making other actions more likely. In return, the data of one
+exploration serves several steps.
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
@@ -75,7 +75,7 @@ DEMONSTRATED = "demonstration"  # an origin; the others are "iteration 1", "iter
 
 @dataclass(frozen=True)
 class EvolConfig(IteratedConfig):
-    """AgentEvol: explore, keep what earned something, imitate it, again."""
+    """AgentEvol: repeat exploration and imitation of the successes."""
 
     method: ClassVar[str] = "agentevol"
     program: ClassVar[str] = "agentevol.py"
@@ -88,40 +88,38 @@ class EvolConfig(IteratedConfig):
 
     # The evolving set
     data: tuple[str, ...] = ()
-    """demonstrations to begin with: files of AgentTraj or messages, and runs; none: the
-    environment's oracle demonstrates training tasks, as it did for the warm start"""
-    num_demonstrations: int = 32  # of the oracle, per environment, without --data (episodes)
-    iterations: int = 3  # times that the policy explores, each followed by as many steps
-    tasks_per_iteration: int = 64  # tasks that it explores (tasks)
-    min_return: float = 0.0  # least return that is kept, or taken from --data; 0 never is (0..1)
-    keep_per_task: int = 8  # of one task and iteration, the best first (trajectories)
+    """demonstrations to begin with: AgentTraj or message files, or run folders;
+    none: the environment's oracle demonstrates training tasks, as for the warm start"""
+    num_demonstrations: int = 32  # oracle demonstrations per environment, without --data
+    iterations: int = 3  # how often the policy explores; --steps are divided among them
+    tasks_per_iteration: int = 64  # tasks explored in each iteration
+    min_return: float = 0.0  # minimum return to join the set, also for --data; never 0 (0..1)
+    keep_per_task: int = 8  # maximum trajectories per task and iteration, the best first
     weighting: Literal["played", "return", "one"] = "played"
-    """how much a kept trajectory counts: played: its return, as often as it was played alike;
-    return: once; one: 1, as a demonstration"""
-    ignore_returns: bool = False  # control: keep what is explored first, as if it had earned 1
+    """weight of an explored trajectory; return: its return; one: 1, like a demonstration;
+    played: the sum of the returns of all samples with the same text"""
+    ignore_returns: bool = False  # control: keep the first trajectories, as if each return were 1
     merge_with: Literal["all", "demonstrations"] = "demonstrations"
-    """what an iteration's exploration joins: all that was there before, or only the demonstrations
-    [paper: all]"""
+    """whether the new trajectories join all earlier ones or only the demonstrations [paper: all]"""
     learn_from: Literal["base", "last"] = "last"
-    """the weights that an iteration begins with: the run's start, or the last iteration's [paper:
-    base]"""
-    # How it learns
-    steps: int = 12  # training steps in total, in equal parts (steps)
-    mini_batch_size: int = 64  # trajectories of a step (trajectories)
-    learning_rate: float = 4e-5  # AdamW, at the beginning of each iteration [paper: 1e-5]
-    eval_every: int = 4  # evaluate held-out tasks every N steps, first and after all; 0: never
-    save_every: int = 4  # write a checkpoint every N steps, and after the last
+    """weights at the start of an iteration: the run's first, or the latest [paper: base]"""
+    # Training
+    steps: int = 12  # total training steps, with those before a resume
+    mini_batch_size: int = 64  # trajectories per step
+    learning_rate: float = 4e-5  # learning rate at the start of each iteration [paper: 1e-5]
+    eval_every: int = 4
+    save_every: int = 4
 
     def unused_options(self) -> Iterator[tuple[str, str]]:
         if self.data:
             yield "num_demonstrations", UNUSED_WITH_DATA
         if self.ignore_returns:
             if self.weighting == "return":
-                yield "weighting", "one or played, --ignore-returns looks at no return"
-            yield "min_return", "leave it out, --ignore-returns looks at no return"
+                yield "weighting", "use one or played: --ignore-returns ignores returns"
+            yield "min_return", "--ignore-returns ignores returns; leave it out"
         if self.iterations == 1:
-            yield "learn_from", "leave it out, one iteration begins once"
-            yield "merge_with", "leave it out, the only iteration joins the demonstrations"
+            yield "learn_from", "it needs at least two --iterations"
+            yield "merge_with", "it needs at least two --iterations"
 
     @property
     def learns_from_play(self) -> bool:
@@ -137,7 +135,7 @@ class EvolConfig(IteratedConfig):
 
 
 def train(config: EvolConfig) -> Run:
-    """Evolve as the options say; the run, closed. Raises Misuse before anything is written."""
+    """Evolve; returns the closed run. Raises Misuse before writing anything."""
     config = checked(config)
     demonstrations = initial_set(config)
     with open_session(config, MethodWorker) as session:
@@ -157,7 +155,7 @@ def train(config: EvolConfig) -> Run:
                 w.sleep_sampler()  # while the weights are still those of a step
             if place == 0:
                 metrics |= explored
-                if iteration:  # the first begins with the start as it is
+                if iteration:  # the first iteration begins with the initial weights
                     start_iteration(session, config)
 
             # --------------------------------------------------------------------------- 2 imitate
@@ -180,57 +178,57 @@ def train(config: EvolConfig) -> Run:
 
 
 def initial_set(config: EvolConfig) -> list[Record]:
-    """The demonstrations that the set begins with, of weight 1; what has a return in --data counts
-    by it, like exploration. Collective.
+    """The demonstrations that the set begins with, with weight 1. Conversations in --data that have
+    a return are selected and weighted like explored ones. Collective.
 
     Raises:
-        Misuse: nothing is left of it.
+        Misuse: no demonstration is left.
     """
     if config.has_saved_inputs:
-        return []  # the run holds them already, in the set of its first iteration
-    chosen = []
+        return []  # the run has stored them in the set of its first iteration
+    selection = []
     for example in read_examples(config):
         total, weight = example.total_return, 1.0
         if total is not None and not -ROUNDING <= total <= 1 + ROUNDING:
             raise Misuse(
-                f'--data: conversation {example.task_id}: "return" is {total:g}, expected 0 to 1: '
-                "divide returns by the highest possible one"
+                f'--data: conversation {example.task_id}: "return" is {total:g}, expected 0 to 1; '
+                "divide returns by the highest possible return"
             )
         if total is not None and not config.ignore_returns:
             if not is_enough(total, config):
                 continue
             weight = 1.0 if config.weighting == "one" else total
-        noted = {"origin": DEMONSTRATED, "weight": weight}
-        chosen.append(replace(example, record=example.record | noted))
-    if not chosen:
-        raise Misuse(f"nothing in --data earned more than 0 and --min-return {config.min_return:g}")
-    fit = drop_too_long(config, chosen, "demonstrations", lambda example: [example])
+        record = example.record | {"origin": DEMONSTRATED, "weight": weight}
+        selection.append(replace(example, record=record))
+    if not selection:
+        raise Misuse(f"no return in --data is above 0 and --min-return {config.min_return:g}")
+    fit = drop_too_long(config, selection, "demonstrations", lambda example: [example])
     return [example.record for example in fit]
 
 
 def evolve(
     session: Session[MethodWorker], files: IterationFiles, step: int, first: Sequence[Record]
 ) -> tuple[list[Example], dict[str, Any]]:
-    """The set of a step's iteration, and metrics of how it came about: read back from the run, or
-    the set before and what the policy, as it is now, explores.
+    """The set of a step's iteration, and its metrics. They are read from the run if it has them;
+    otherwise the current policy explores, and the set grows by the result.
 
     Raises:
-        TrainingError: the run has lost the set of an iteration that has begun.
+        TrainingError: the set of an iteration that has begun is missing in the run.
     """
     w, config = session.worker, session.config
     assert isinstance(config, EvolConfig)
     iteration, place = divmod(step - 1, config.steps_per_iteration)
     saved = files.read(iteration + 1, must_exist=place > 0)
     if saved is None:
-        before = list(first)
+        previous = list(first)
         if iteration and (last := files.read(iteration, must_exist=True)):
-            before = last[0]
+            previous = last[0]
         if config.merge_with == "demonstrations":
-            before = [record for record in before if record["origin"] == DEMONSTRATED]
+            previous = [record for record in previous if record["origin"] == DEMONSTRATED]
         examples, metrics = w.explore(step)
         explored = [example.record for example in examples]
-        new = select(explored, config, f"iteration {iteration + 1}", before)
-        evolving = before + new
+        new = select(explored, config, f"iteration {iteration + 1}", previous)
+        evolving = previous + new
         origins = Counter(record["origin"] for record in evolving)
         counts = ", ".join(f"{count} from {origin}" for origin, count in origins.items())
         distributed.say(f"iteration {iteration + 1}: {len(evolving)} trajectories, {counts}")
@@ -246,59 +244,62 @@ def evolve(
 
 
 def select(
-    explored: Sequence[Record], config: EvolConfig, origin: str, before: Sequence[Record] = ()
+    explored: Sequence[Record], config: EvolConfig, origin: str, previous: Sequence[Record] = ()
 ) -> list[Record]:
-    """The explored records that join the set, each with its origin and weight: the best of each
-    task. Equal texts join as one; with --weighting played its weight is the sum of what they
-    earned, for q(τ) ∝ π(τ) R(τ). Otherwise it counts once, and not again if the set had it before:
-    an easy task would gain weight with each iteration."""
-    blind, played = config.ignore_returns, config.weighting == "played"
-    good = [r for r in explored if blind or is_enough(r["return"], config)]
+    """The best explored records of each task, with their origin and weight, to join the set.
+
+    Records with the same text join as one. With --weighting played its weight is the sum of their
+    returns, because q(τ) ∝ π(τ) R(τ). With the other weightings a text joins only if the set did
+    not contain it before. Otherwise an easy task would gain weight in each iteration.
+    """
+    is_blind, is_summed = config.ignore_returns, config.weighting == "played"
+    good = [r for r in explored if is_blind or is_enough(r["return"], config)]
     sums: dict[Any, float] = defaultdict(float)
     for record in good:
-        sums[record["item_id"], texts_of(record)] += 1.0 if blind else record["return"]
-    chosen: list[Record] = []
+        sums[record["item_id"], texts_of(record)] += 1.0 if is_blind else record["return"]
+    selection: list[Record] = []
     per_task: Counter[str] = Counter()
     joined: set[Any] = set()
-    texts_before = set() if played else {texts_of(record) for record in before}
-    for record in good if blind else sorted(good, key=lambda r: -r["return"]):  # stable: as played
+    old_texts = set() if is_summed else {texts_of(record) for record in previous}
+    # The sort is stable: records with equal returns stay in the order of play.
+    for record in good if is_blind else sorted(good, key=lambda r: -r["return"]):
         task, texts = record["item_id"], texts_of(record)
-        is_new = (task, texts) not in joined and texts not in texts_before
+        is_new = (task, texts) not in joined and texts not in old_texts
         if is_new and per_task[task] < config.keep_per_task:
             per_task[task] += 1
             joined.add((task, texts))
-            once = 1.0 if blind or config.weighting == "one" else record["return"]
-            weight = sums[task, texts] if played else once
-            chosen.append(record | {"origin": origin, "weight": weight})
-    return chosen
+            single = 1.0 if is_blind or config.weighting == "one" else record["return"]
+            weight = sums[task, texts] if is_summed else single
+            selection.append(record | {"origin": origin, "weight": weight})
+    return selection
 
 
 def texts_of(record: Record) -> tuple[str, ...]:
-    """Observations and actions up to the last action: the answer to it is not always kept."""
+    """Observations and actions up to the last action, whose answer is not always recorded."""
     values = [turn["value"] for turn in record["conversations"]]
     return tuple(values[: -1 if record["conversations"][-1]["from"] == "human" else None])
 
 
 def is_enough(total: float, config: EvolConfig) -> bool:
-    """--min-return, and in any case above 0: with weight 0 nothing would be learned from it."""
+    """Whether a return is above 0, because weight 0 would teach nothing, and >= --min-return."""
     return total > ROUNDING and total > config.min_return - ROUNDING
 
 
 def start_iteration(session: Session[MethodWorker], config: EvolConfig) -> None:
-    """An iteration's first weights: the run's start, or the last ones with a fresh optimizer. The
-    sampler is asleep by then."""
+    """Set the weights for a new iteration: the run's initial ones, or the latest with a fresh
+    optimizer. The sampler must be asleep."""
     worker = session.worker
     if config.learn_from == "last":
         worker.policy = worker.renewed(worker.policy)
         return
-    with phase("back to the base policy"):
+    with phase("reloading the base policy"):
         worker.forget_policy()
         worker.policy = worker.fresh_policy()
     session.sentinels = Sentinels()
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, run; the exit code."""
+    """Parse, check and run; returns the exit code."""
     return run_command(argv, SUMMARY, EvolConfig, train)
 
 

@@ -84,7 +84,7 @@ def test_demonstrations_with_a_return_count_by_it(tmp_path):
     assert [(r["item_id"], r["weight"]) for r in agentevol.initial_set(config)] == [
         *(("letters_0", 1.0), ("letters_1", 0.5))
     ]
-    for bad, problem in ((0.1, "nothing in --data earned more"), (100, "100, expected 0 to 1")):
+    for bad, problem in ((0.1, "no return in --data is above 0"), (100, "100, expected 0 to 1")):
         write_lines(tmp_path / "data.jsonl", [explored(1, bad, "ab")])
         with pytest.raises(Misuse, match=problem):
             agentevol.initial_set(config)

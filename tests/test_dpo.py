@@ -569,7 +569,7 @@ RECORDS = [played("a", "open").record, played("b", "go").record]
 LIT = played("a", "go", observation="bright").record
 WRONG = [
     ({"prompt": 1, "text": 2}, "{'prompt': 1, 'text': 2}: expected {"),
-    (dict(zip(("chosen", "rejected"), RECORDS)), "a pair of two tasks, a and b"),
+    (dict(zip(("chosen", "rejected"), RECORDS)), "needs one task, but has a and b"),
     ({"chosen": RECORDS[0], "rejected": LIT}, "differ before the first action"),
     (GOOD | {"prompt": [HUMAN, "b"]}, "expected a text, or a list of"),
     (GOOD | {"chosen": gpt("open") + gpt("go")}, "chosen: conversation a: turn 2 is from gpt"),
@@ -630,8 +630,8 @@ def test_the_examples_of_the_page_are_read(tmp_path):
         ({"min_return": math.nan}, "--min-return nan must be finite"),
         ({"beta": 0.0}, "--beta 0.0 must be above 0"),
         ({"mini_batch_size": 5}, "--mini-batch-size 5 must be even"),
-        ({"pairs": ("x",), "data": ("x",)}, "--pairs, --data and --expert each say where"),
-        ({"group_size": 1}, "--group-size 1 leaves no second"),
+        ({"pairs": ("x",), "data": ("x",)}, "--pairs, --data and --expert are alternative"),
+        ({"group_size": 1}, "--group-size 1 must be at least 2"),
         ({"steps": 5, "iterations": 2}, "--steps 5 is not a multiple of --iterations 2"),
         ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json does not exist"),
     ],
