@@ -88,7 +88,7 @@ class EvolConfig(IteratedConfig):
 
     # The evolving set
     data: tuple[str, ...] = ()
-    """demonstrations to begin with: AgentTraj or message files, or run folders;
+    """demonstrations to begin with: AgentTraj or message files, or runs;
     none: the environment's oracle demonstrates training tasks, as for the warm start"""
     num_demonstrations: int = 32  # oracle demonstrations per environment, without --data
     iterations: int = 3  # how often the policy explores; --steps are divided among them
@@ -96,8 +96,8 @@ class EvolConfig(IteratedConfig):
     min_return: float = 0.0  # minimum return to join the set, also for --data; never 0 (0..1)
     keep_per_task: int = 8  # maximum trajectories per task and iteration, the best first
     weighting: Literal["played", "return", "one"] = "played"
-    """weight of an explored trajectory; return: its return; one: 1, like a demonstration;
-    played: the sum of the returns of all samples with the same text"""
+    """weight of an explored trajectory; one: 1, like a demonstration;
+    return: its return; played: the sum of the returns of all samples with its text"""
     ignore_returns: bool = False  # control: keep the first trajectories, as if each return were 1
     merge_with: Literal["all", "demonstrations"] = "demonstrations"
     """whether the new trajectories join all earlier ones or only the demonstrations [paper: all]"""

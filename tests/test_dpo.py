@@ -266,7 +266,7 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
             config=DpoConfig(mini_batch_size=6),  # eight rows: a part of six, and one of two
             stop=SimpleNamespace(agreed=lambda: is_stopped),
             pad_id=0,
-            rest=lambda: None,
+            sleep_sampler=lambda: None,
             objective_for=lambda rows: replace(OBJECTIVE, mini_batch_size=rows),
             policy=learner(),
         )
