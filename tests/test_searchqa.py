@@ -26,7 +26,7 @@ from envs.http import Answer, HttpClient
 from envs.searchqa import SearchQA
 from envs.searchqa import env as searchqa_env
 from envs.searchqa.env import MAX_TURNS, RIGHT, WRONG, shared_retriever
-from envs.searchqa.questions import FIRST_OWN, KINDS, Question, Step, own_questions
+from envs.searchqa.questions import FIRST_FACTBOOK, KINDS, Question, Step, factbook_questions
 from envs.searchqa.retrieval import Scored
 from envs.searchqa.text import (
     EXPECTED,
@@ -37,7 +37,7 @@ from envs.searchqa.text import (
     parse,
     read_tag,
     say,
-    written,
+    write_tag,
 )
 from envs.server import create_app
 
@@ -83,7 +83,7 @@ def env(shelf, monkeypatch):
     """A session in which every task of ours is the question about the anthem."""
     monkeypatch.setattr("envs.searchqa.env.find_question", lambda index: SHILLING)
     env = SearchQA()
-    env.reset(FIRST_OWN)
+    env.reset(FIRST_FACTBOOK)
     return env
 
 
@@ -95,11 +95,11 @@ def book():
 
 
 def search(query):
-    return written("search", query)
+    return write_tag("search", query)
 
 
 def answer(text):
-    return written("answer", text)
+    return write_tag("answer", text)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def options(monkeypatch, **changes):
     for name, value in changes.items():
         monkeypatch.setenv(f"SEARCHQA_{name}", value)
     env = SearchQA()
-    env.reset(FIRST_OWN)
+    env.reset(FIRST_FACTBOOK)
     return env
 
 
@@ -265,8 +265,8 @@ def test_an_episode_is_cut_after_its_limit_of_turns(env):
 
 def test_a_published_index_without_its_questions_names_the_variable(monkeypatch, tmp_path):
     env = SearchQA()
-    env.reset(FIRST_OWN)
-    said = r"nq_test\.jsonl, which is not there; SEARCHQA_QUESTIONS_PATH names the folder"
+    env.reset(FIRST_FACTBOOK)
+    said = r"nq_test\.jsonl, which does not exist; set SEARCHQA_QUESTIONS_PATH to"
     monkeypatch.delenv("SEARCHQA_QUESTIONS_PATH", raising=False)
     for _ in range(2):
         with pytest.raises(TaskIndexError, match=said):
@@ -279,7 +279,7 @@ def test_a_published_index_without_its_questions_names_the_variable(monkeypatch,
 def test_the_id_lists_hold_what_they_say():
     def questions(name):
         tasks = load_tasks("searchqa", name)
-        return {own_questions()[task.task_index - FIRST_OWN] for task in tasks}
+        return {factbook_questions()[task.task_index - FIRST_FACTBOOK] for task in tasks}
 
     train, test = questions("train"), questions("test")
     sizes = {"one hop": 100, "bridge": 100, "border": 100, "three hops": 50}
@@ -337,10 +337,10 @@ def test_the_oracle_searches_in_other_words_and_is_lost_when_there_are_none(env,
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_oracle_answers_the_book_and_says_nothing_that_it_was_not_shown(book, kind):
     env, num_solved = SearchQA(), 0
-    places = [place for place, each in enumerate(own_questions()) if each.kind == kind][::50]
+    places = [place for place, each in enumerate(factbook_questions()) if each.kind == kind][::50]
     for place in places:
-        shown, terminated = env.reset(FIRST_OWN + place), False
-        plan = own_questions()[place].plan
+        shown, terminated = env.reset(FIRST_FACTBOOK + place), False
+        plan = factbook_questions()[place].plan
         # The last step of the others finds the answer, which may be said in other words.
         steps = plan if kind == "comparison" else plan[:-1]
         secrets = [name for step in steps for name in step.finds]
@@ -358,7 +358,7 @@ def test_the_oracle_answers_the_book_and_says_nothing_that_it_was_not_shown(book
 
 # ---- over HTTP: AgentGym's client at our server, our client at AgentGym's
 
-BRIDGE = FIRST_OWN + [question.kind for question in own_questions()].index("bridge")
+BRIDGE = FIRST_FACTBOOK + [question.kind for question in factbook_questions()].index("bridge")
 
 
 def test_agentgyms_client_plays_whole_episodes_at_our_server():

@@ -18,7 +18,7 @@ def write(folder, content):
 
 
 def test_a_broken_line_is_named_by_file_and_number(tmp_path):
-    broken = [(b"\xff\xfe", "no JSON"), (b'{"contents": 5}', 'no text under "contents"')]
+    broken = [(b"\xff\xfe", "not JSON"), (b'{"contents": 5}', 'no text under "contents"')]
     path = write(
         tmp_path, b"\n".join([GOOD.encode(), *(line for line, _ in broken), GOOD.encode()])
     )

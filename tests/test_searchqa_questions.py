@@ -5,13 +5,13 @@ import json
 import pytest
 
 from envs.searchqa.questions import (
-    FIRST_OWN,
+    FIRST_FACTBOOK,
     PUBLISHED,
     Question,
+    factbook_questions,
     find_question,
     kind_of,
     num_questions,
-    own_questions,
     published,
 )
 
@@ -35,13 +35,13 @@ def test_each_number_is_a_line_of_its_data_sets_file_and_ours_follow_the_last(fo
         for number in range(3):
             expected = Question(f"{data_set.file} {number}?", ("a",), data_set.kind)
             assert find_question(data_set.start + number) == expected
-        with pytest.raises(LookupError, match=f"{data_set.file} has no line 4, it has 3"):
+        with pytest.raises(LookupError, match=f"{data_set.file} has no line 4; it has 3"):
             find_question(data_set.start + 3)
-    assert find_question(FIRST_OWN) == own_questions()[0]
-    assert kind_of(FIRST_OWN) == "one hop" and kind_of(num_questions() - 1) == "comparison"
+    assert find_question(FIRST_FACTBOOK) == factbook_questions()[0]
+    assert kind_of(FIRST_FACTBOOK) == "one hop" and kind_of(num_questions() - 1) == "comparison"
 
 
 def test_a_file_of_another_split_is_not_served(folder):
     write(folder, "bamboogle_test.jsonl", 126)
-    with pytest.raises(LookupError, match="has 126 lines, its data set 125 questions: it is ano"):
+    with pytest.raises(LookupError, match="126 lines, but the data set has 125 questions"):
         published(51_588)

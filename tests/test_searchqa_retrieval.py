@@ -31,9 +31,9 @@ from envs.searchqa.retrieval import (
     Remote,
     RetrievalError,
     Scored,
-    best,
     create_app,
     open_retriever,
+    top_indices,
     words,
 )
 from envs.searchqa.text import Passage, contents
@@ -115,7 +115,7 @@ def test_best_is_a_stable_sort_of_everything():
     for scores in (draw.astype(np.float32) for draw in draws):
         for top_k in (1, 2, 5, 40):
             expected = np.argsort(-scores, kind="stable")[:top_k]
-            assert best(scores, top_k).tolist() == expected.tolist()
+            assert top_indices(scores, top_k).tolist() == expected.tolist()
 
 
 def test_any_query_gets_passages():
@@ -139,7 +139,7 @@ def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "bm25")
     assert isinstance(open_retriever(), BM25)
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "dense")
-    with pytest.raises(RetrievalError, match="is 'dense'; choose bm25, .*Search-R1's own"):
+    with pytest.raises(RetrievalError, match="is 'dense'; choose bm25, .*Search-R1's own service"):
         open_retriever()
 
 
@@ -159,7 +159,7 @@ def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeyp
     for content, said in ((b"not json", "JSON"), (b'{"queries": [1]}', "queries.0")):
         answer = client.post("/retrieve", content=content)
         assert answer.status_code == 422 and said in answer.json()["error"]
-    broken = CorpusError("wiki.jsonl, line 7: no JSON")
+    broken = CorpusError("wiki.jsonl, line 7: not JSON")
     monkeypatch.setattr(BM25, "search", Mock(side_effect=broken))
     answer = client.post("/retrieve", json=body)
     assert (answer.status_code, answer.json()["error"]) == (500, str(broken))
@@ -199,10 +199,10 @@ def test_remote_asks_and_reads_search_r1s_format(service):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (Answer(200, {}, b"<html>hello</html>"), "not Search-R1's"),
-        (reply(200, {"result": [[{"document": None}, {}]]}), "not Search-R1's"),
-        (reply(200, {"result": [[SCORED] * 2] * 2}), "not Search-R1's"),
-        (reply(200, {"result": [[SCORED]]}), "asked for 2 passages, got 1"),
+        (Answer(200, {}, b"<html>hello</html>"), "not in Search-R1's"),
+        (reply(200, {"result": [[{"document": None}, {}]]}), "not in Search-R1's"),
+        (reply(200, {"result": [[SCORED] * 2] * 2}), "not in Search-R1's"),
+        (reply(200, {"result": [[SCORED]]}), "expected 2 passages, got 1"),
         (Answer(422, {}, b"x\ny"), "HTTP 422: x y"),
         (ExchangeTimeout("no answer within 25 s"), "no answer within 25 s"),
     ],

@@ -2,7 +2,7 @@
 
 from envs.common import command_line
 from envs.searchqa.env import SearchQA
-from envs.searchqa.questions import FIRST_OWN
+from envs.searchqa.questions import FIRST_FACTBOOK
 
 if __name__ == "__main__":
-    command_line(SearchQA, "searchqa", task_index=FIRST_OWN)
+    command_line(SearchQA, "searchqa", task_index=FIRST_FACTBOOK)

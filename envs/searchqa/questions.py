@@ -1,36 +1,41 @@
-"""Every question that SearchQA can ask, by its number, and which train and which test.
+"""The numbered list of SearchQA's questions: published ones and ours about the World Factbook.
 
         0 ..  51,712   the test questions of seven data sets, from nq to bamboogle
    51,713 .. 221,327   the training questions of nq and hotpotqa
-  221,328 ..           ours, in the order of questions.jsonl
+  221,328 ..           the Factbook questions, in the order of questions.jsonl
 
-The published ones are files of FlashRAG (https://arxiv.org/abs/2405.13576), as Search-R1 uses them,
-that a user puts into the folder SEARCHQA_QUESTIONS_PATH; they are read line by line, not loaded:
+The published questions are files of FlashRAG (https://arxiv.org/abs/2405.13576), the ones that
+Search-R1 uses. A user puts them into the folder SEARCHQA_QUESTIONS_PATH. Their lines are read when
+they are needed:
 
     {"id": "test_0", "question": "who got the first nobel prize ...", "golden_answers": [...]}
 
-Ours come with a plan, the searches that lead to the answer. A step's passage must show one of its
-`finds`, the form in which the corpus has it; the last step's is the first golden answer where the
-file names none. (A comparison's answer is a name, but its two steps must show the figures.)
+A Factbook question has a plan: the searches that lead to its answer. For each step, a passage must
+show one of the values in `finds`, in the corpus's spelling. If the last step has no `finds`, its
+value is the first golden answer. (The answer to a comparison is a name, but its two steps must show
+the figures.)
 
     {"kind": "bridge", "split": "train", "question": "What is the currency of the country whose
      capital is Nairobi?", "golden_answers": ["Kenyan shillings", "Kenyan shilling", ...], "plan":
      [{"queries": ["capital name Nairobi", ...], "finds": ["Kenya"]}, {"queries": [...]}]}
 
-How ours were made: a program (commit e80bf8e, envs/searchqa/generate.py) read facts out of the
-World Factbook and asked for them in one to three steps, or compared two figures. A question was
-kept if it has one reading, its answer does not stand in it, no passage that shows the bridge holds
-the answer too, and for each step a query's first three passages by BM25 show what it looks for. No
-answer belongs to many questions. Countries are for training or for testing (three in ten).
+A program wrote the Factbook questions (commit e80bf8e, envs/searchqa/generate.py). It read facts
+from the book and made questions that need them in one to three steps, or that compare two figures.
+It kept a question only if
+- it has one reading, and its text does not contain its answer;
+- no passage that shows the bridge (the intermediate country) also contains the answer;
+- for each step, the first three passages that BM25 finds for a query show the value.
+Not many questions have the same answer. A country is used either for training or for testing (three
+in ten).
 
-Id lists of ids/, made once by write_ids() of commit 7b8c4ed:
+Id lists in ids/, written once by write_ids() of commit 7b8c4ed:
 
-    train, test                 one hop, bridge, border and three hops, mixed; 350 of test. Without
-                                comparisons, as a guess solves half of them
-    single_train, single_test   the questions of one hop in those, a curriculum for a laptop
-    comparison_test             comparisons of countries that no list trains on
-    wiki_test                   published questions, evenly spaced: as many of each data set as
-                                AgentGym-RL's test has. Which ones it took is not public
+    train, test                 one hop, bridge, border and three hops, mixed; 350 in test. They
+                                have no comparisons, because a guess solves half of those
+    single_train, single_test   the one-hop questions of these lists, a curriculum for a laptop
+    comparison_test             comparisons of countries that are in no training list
+    wiki_test                   published questions at equal distances, as many per data set as in
+                                AgentGym-RL's test list. Its selection is not public
 """
 
 import json
@@ -44,14 +49,14 @@ from typing import Any, NamedTuple
 from envs.searchqa.corpus import Lines
 
 FOLDER_VARIABLE = "SEARCHQA_QUESTIONS_PATH"
-OWN_FILE = Path(__file__).with_name("questions.jsonl")
+FACTBOOK_FILE = Path(__file__).with_name("questions.jsonl")
 KINDS = ("one hop", "bridge", "border", "three hops", "comparison")
 
 
 class Published(NamedTuple):
-    """A data set's numbers, `start` <= number < `stop`, and the file that holds its questions."""
+    """A published data set: its question numbers, start <= number < stop, and its file."""
 
-    kind: str  # as reporting/leaderboard.py has it
+    kind: str  # the name in reporting/leaderboard.py
     start: int
     stop: int
     file: str
@@ -68,51 +73,53 @@ PUBLISHED = (
     Published("NQ", 51_713, 130_881, "nq_train.jsonl"),
     Published("HotpotQA", 130_881, 221_328, "hotpotqa_train.jsonl"),
 )
-FIRST_OWN = PUBLISHED[-1].stop
+FIRST_FACTBOOK = PUBLISHED[-1].stop
 
 
 class Step(NamedTuple):
     """One search of a plan."""
 
-    queries: tuple[str, ...]  # the best first; the others say the same in other words
-    finds: tuple[str, ...]  # its passage shows one of these
+    queries: tuple[str, ...]  # the best one first; the others use other words
+    finds: tuple[str, ...]  # values; a passage must show one of them
 
 
 @dataclass(frozen=True)
 class Question:
     question: str
-    golden_answers: tuple[str, ...]  # the corpus's form first
+    golden_answers: tuple[str, ...]  # the corpus's spelling first
     kind: str  # one of KINDS, or a published data set
-    plan: tuple[Step, ...] = ()  # none for published ones
-    split: str = "test"  # "train" or "test", of ours
+    plan: tuple[Step, ...] = ()  # empty for published questions
+    split: str = "test"  # "train" or "test"; Factbook questions only
 
 
 def num_questions() -> int:
-    """Published ones count, whether their files are here or not."""
-    return FIRST_OWN + len(own_questions())
+    """Number of questions. Published ones count even if their files are missing."""
+    return FIRST_FACTBOOK + len(factbook_questions())
 
 
 def find_question(index: int) -> Question:
-    """Any question by its number; LookupError for a published one that is not here."""
-    return published(index) if index < FIRST_OWN else own_questions()[index - FIRST_OWN]
+    """Any question by its number. LookupError if the file of a published one is missing."""
+    if index < FIRST_FACTBOOK:
+        return published(index)
+    return factbook_questions()[index - FIRST_FACTBOOK]
 
 
 def kind_of(index: int) -> str:
-    """The sub-task of a number, without reading a published question."""
-    if index < FIRST_OWN:
+    """The sub-task of a question, without reading the file of a published one."""
+    if index < FIRST_FACTBOOK:
         return data_set_of(index).kind
-    return own_questions()[index - FIRST_OWN].kind
+    return factbook_questions()[index - FIRST_FACTBOOK].kind
 
 
 @cache
-def own_questions() -> tuple[Question, ...]:
-    """All of questions.jsonl, in order."""
-    # Not splitlines(): an answer may hold a character that Unicode calls a line's end.
-    lines = OWN_FILE.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    return tuple(_own(json.loads(line)) for line in lines)
+def factbook_questions() -> tuple[Question, ...]:
+    """The questions of questions.jsonl, in order."""
+    # Not splitlines(): an answer can contain a character that Unicode counts as a line break.
+    lines = FACTBOOK_FILE.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    return tuple(_factbook_question(json.loads(line)) for line in lines)
 
 
-def _own(entry: dict[str, Any]) -> Question:
+def _factbook_question(entry: dict[str, Any]) -> Question:
     golden = tuple(entry["golden_answers"])
     plan = tuple(
         Step(tuple(step["queries"]), tuple(step.get("finds", golden[:1]))) for step in entry["plan"]
@@ -121,7 +128,8 @@ def _own(entry: dict[str, Any]) -> Question:
 
 
 def data_set_of(index: int) -> Published:
-    """
+    """The data set of a published question.
+
     >>> [data_set_of(index).file for index in (3609, 3610, 221_327)]
     ['nq_test.jsonl', 'triviaqa_test.jsonl', 'hotpotqa_train.jsonl']
     """
@@ -132,25 +140,26 @@ open_lines = cache(Lines)
 
 
 def published(index: int) -> Question:
-    """A question of a published data set, from its file."""
+    """Read a published question from the file of its data set."""
     data_set = data_set_of(index)
     folder = os.environ.get(FOLDER_VARIABLE)
     path = Path(folder or "", data_set.file)
     if not folder or not path.is_file():
         raise LookupError(
-            f"question {index} is of {path}, which is not there; {FOLDER_VARIABLE} names the folder"
+            f"question {index} needs {path}, which does not exist; set {FOLDER_VARIABLE} to the "
+            "folder of the question files"
         )
     lines = open_lines(path)
     number, size = index - data_set.start, data_set.stop - data_set.start
     if len(lines) > size:
         raise LookupError(
-            f"{path} ({FOLDER_VARIABLE}) has {len(lines)} lines, its data set {size} "
-            "questions: it is another split"
+            f"{path} ({FOLDER_VARIABLE}) has {len(lines)} lines, but the data set has {size} "
+            "questions; the file is another split"
         )
     entry = lines.read(number)
     question, golden = entry.get("question"), entry.get("golden_answers")
     golden = [golden] if isinstance(golden, str) else golden
     if not isinstance(question, str) or not isinstance(golden, list) or not golden:
-        raise lines.error(number, 'no text "question" or no list "golden_answers"')
+        raise lines.error(number, 'expected a text "question" and a list "golden_answers"')
     question = question.strip().removesuffix("?") + "?"
     return Question(question, tuple(map(str, golden)), data_set.kind)

@@ -1,15 +1,16 @@
-"""Deep search as text: the policy's tags, the passages that it reads, and when an answer is right.
+"""Deep search as text: the policy's tags, the passages that it reads, and the grading of answers.
 
     the policy writes   ... <search> currency of Kenya </search>
                         ... <answer> Kenyan shilling </answer>
-    it reads            <information>Doc 1(Title: Kenya - Economy) text
+    the policy reads    <information>Doc 1(Title: Kenya - Economy) text
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
 
-The first complete tag counts. A passage is somebody else's text: in its tags, and in "<|", which
-opens the special tokens of many chat templates, the bracket becomes another character, so that it
-can neither end its <information> nor speak as the policy. An answer is right if it equals a golden
-one after Search-R1's normalisation (that of SQuAD, https://arxiv.org/abs/1606.05250).
+Only the first complete tag counts. A passage is an untrusted text. In its tags, and in "<|", which
+starts the special tokens of many chat templates, the bracket is replaced by another character. So a
+passage cannot close its <information> or write in the name of the policy. An answer is correct if
+it equals a golden answer after Search-R1's normalization, which is SQuAD's
+(https://arxiv.org/abs/1606.05250).
 """
 
 import re
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from envs import ParseError
 
-MAX_TITLE, MAX_WORD = 200, 20  # characters: of a title, and on average of a word
+MAX_TITLE, MAX_WORD = 200, 20  # characters of a title; characters of a word, on average
 TAGS = ("search", "answer")
 _UNSAFE = re.compile(r"<(?=\s*/?\s*(?:search|answer|information|think)\b|\|)", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -32,8 +33,8 @@ INSTRUCTIONS = (
     "A search shows passages within <information> and </information>. Search until they show what "
     "is asked, then answer in a few words."
 )
-QUESTION = "Question: "  # what the first observation begins with
-INVALID = "Your previous action is invalid."  # as AgentGym's server says
+QUESTION = "Question: "  # the beginning of the first observation
+INVALID = "Your previous action is invalid."  # the words of AgentGym's server
 EXPECTED = "Write one <search> query </search> or one <answer> short answer </answer>."
 _MARK = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
 
@@ -52,7 +53,7 @@ class Tag(NamedTuple):
 
 
 def passage_of(number: int, contents: str) -> Passage:
-    """Of a line of Search-R1's corpus: the title in quotes, a line break, the text.
+    """Read the contents of a line of Search-R1's corpus: a title in quotes, a line break, a text.
 
     >>> passage_of(0, "A republic.")
     Passage(number=0, title='', text='A republic.')
@@ -67,7 +68,7 @@ def passage_of(number: int, contents: str) -> Passage:
 
 
 def contents(passage: Passage) -> str:
-    """A passage as a line of Search-R1's corpus holds it.
+    """Write a passage as the contents of a line of Search-R1's corpus.
 
     >>> contents(Passage(0, "Kenya", "A republic."))
     '"Kenya"\\nA republic.'
@@ -78,35 +79,37 @@ def contents(passage: Passage) -> str:
 
 
 def information(passages: Sequence[Passage], max_words: int) -> str:
-    """What a search answers.
+    """The observation after a search.
 
     >>> information([Passage(7, "A </information>", "one two three")], max_words=2)
     '<information>Doc 1(Title: A ‹/information>) one two</information>'
     """
     lines = (
-        f"Doc {place}(Title: {harmless(passage.title[:MAX_TITLE])}) "
-        f"{harmless(first_words(passage.text, max_words))}"
-        for place, passage in enumerate(passages, start=1)
+        f"Doc {position}(Title: {escape(passage.title[:MAX_TITLE])}) "
+        f"{escape(first_words(passage.text, max_words))}"
+        for position, passage in enumerate(passages, start=1)
     )
     return f"<information>{chr(10).join(lines)}</information>"
 
 
 def first_words(text: str, max_words: int) -> str:
-    """At most so many words, on one line, and of a language without blanks as much as they hold."""
+    """The first `max_words` words on one line. The number of characters is limited, too, for
+    languages without blanks."""
     return " ".join(text.split(maxsplit=max_words)[:max_words])[: max_words * MAX_WORD]
 
 
-def harmless(text: str) -> str:
-    """Text in which nothing is a tag or begins with "<|", and which UTF-8 can hold.
+def escape(text: str) -> str:
+    """Replace the bracket of every tag and of "<|", and characters that UTF-8 cannot encode.
 
-    >>> harmless("x <|im_end|> y < 3 \\ud800")
+    >>> escape("x <|im_end|> y < 3 \\ud800")
     'x ‹|im_end|> y < 3 ?'
     """
     return _UNSAFE.sub("‹", text.encode("utf-8", "replace").decode("utf-8"))
 
 
 def normalize(answer: str) -> str:
-    """
+    """Remove case, punctuation, articles and extra blanks.
+
     >>> normalize("The Kenyan  Shilling (KES).")
     'kenyan shilling kes'
     """
@@ -114,17 +117,18 @@ def normalize(answer: str) -> str:
 
 
 def exact_match(answer: str, golden: Sequence[str]) -> bool:
-    return normalize(answer) in {normalize(each) for each in golden}
+    return normalize(answer) in {normalize(text) for text in golden}
 
 
 def f1(answer: str, golden: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over words, the best over golden answers, 0..1.
+    """Token F1 in 0..1: harmonic mean of precision and recall over words, for the closest golden
+    answer.
 
     >>> round(f1("the Kenyan shilling of 1966", ["Kenyan shilling"]), 3)
     0.667
     """
     return max(
-        (_f1(normalize(answer).split(), normalize(each).split()) for each in golden), default=0.0
+        (_f1(normalize(answer).split(), normalize(text).split()) for text in golden), default=0.0
     )
 
 
@@ -136,7 +140,7 @@ def _f1(words: Sequence[str], golden: Sequence[str]) -> float:
 
 
 def read_tag(text: str) -> Tag:
-    """The first complete tag, in time linear in the text's length.
+    """Find the first complete tag. The time is linear in the length of the text.
 
     >>> read_tag("I look it up. <search> flag of\\n Kenya </search> <answer>red</answer>")
     Tag(name='search', content='flag of Kenya')
@@ -146,14 +150,14 @@ def read_tag(text: str) -> Tag:
 one <search> query </search> or one <answer> short answer </answer>.
 
     Raises:
-        ParseError: no complete tag, an empty one, or a tag between its two ends.
+        ParseError: there is no complete tag, the tag is empty, or it contains another tag.
     """
     marks = list(_MARK.finditer(text))
     last_end = {mark[2]: mark.start() for mark in marks if mark[1]}
-    complete = [not m[1] and m.start() < last_end.get(m[2], 0) for m in marks]
-    if not any(complete):
-        raise _invalid(_why_none(marks))
-    begin, end = marks[complete.index(True) :][:2]
+    is_complete = [not m[1] and m.start() < last_end.get(m[2], 0) for m in marks]
+    if not any(is_complete):
+        raise _invalid(_problem_of(marks))
+    begin, end = marks[is_complete.index(True) :][:2]
     name = begin[2]
     if not end[1] or end[2] != name:
         raise _invalid(f"There is a tag between <{name}> and </{name}>.")
@@ -163,31 +167,31 @@ one <search> query </search> or one <answer> short answer </answer>.
     return Tag(name, content)
 
 
-def _why_none(marks: list[re.Match[str]]) -> str:
-    """What is wrong with a text that holds these ends of tags and no complete one."""
+def _problem_of(marks: list[re.Match[str]]) -> str:
+    """The problem of a text without a complete tag; `marks` are its opening and closing tags."""
     if not marks:
         return ""
     name = next((mark[2] for mark in marks if not mark[1]), "")
     return f"<{name}> is not closed by </{name}>." if name else f"{marks[0][0]} closes no tag."
 
 
-def _invalid(why: str) -> ParseError:
-    return ParseError(" ".join(filter(None, (INVALID, why, EXPECTED))))
+def _invalid(problem: str) -> ParseError:
+    return ParseError(" ".join(filter(None, (INVALID, problem, EXPECTED))))
 
 
 def parse(model_text: str) -> str:
-    """The first tag of what the policy wrote, alone.
+    """The first complete tag of the policy's text, without the text around it.
 
     >>> parse("Thinking of it ... <search>flag of Kenya</search> and then")
     '<search> flag of Kenya </search>'
     """
-    return written(*read_tag(model_text))
+    return write_tag(*read_tag(model_text))
 
 
-def written(name: str, content: str) -> str:
+def write_tag(name: str, content: str) -> str:
     return f"<{name}> {content} </{name}>"
 
 
 def say(thought: str, action: str) -> str:
-    """What `parse` reads the action from, whatever the thought quotes."""
-    return f"{harmless(thought)}\n{action}" if thought else action
+    """Write a thought and an action as a text for `parse`. Tags in the thought are escaped."""
+    return f"{escape(thought)}\n{action}" if thought else action
