@@ -20,7 +20,7 @@ from envs import (
     load_tasks,
     settings_of,
 )
-from run.rundir import python
+from run.rundir import python_command
 
 ROOT = Path(__file__).parent.parent
 COIN = """
@@ -175,7 +175,7 @@ def test_a_folder_of_worlds_may_be_named_from_where_one_stands(far, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", far.parent.parent.name)
     with local_server("far.coin:Coin") as url, connect("far.coin:Coin", url) as client:
         assert client.reset(0) == "Coin 0 is thrown."
-    assert f"PYTHONPATH={far.parent.parent} " in python()
+    assert f"PYTHONPATH={far.parent.parent} " in python_command()
 
 
 # ---- which id list is meant
