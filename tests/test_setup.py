@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import namedtuple
 from pathlib import Path
 
@@ -217,3 +218,12 @@ def test_make_sets_up_first_and_accepts_options(monkeypatch, arguments, command)
     dry_run = ["make", "-n", *arguments]
     printed = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.index("tools/setup_env.py") < printed.index(command)
+
+
+def test_pyproject_lists_the_packages_of_requirements_txt():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = requirement_lines(ROOT / "requirements.txt")
+    packages = [line.replace("+cpu", "") for line in lines if line[0] not in "-."]
+    stubs = [Path(line).name for line in lines if line.startswith("./")]
+    assert project["project"]["dependencies"] == packages + stubs
+    assert sorted(project["tool"]["uv"]["sources"]) == sorted(stubs)
