@@ -133,6 +133,8 @@ class RunConfig(UpdateOptions):
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
     engine: Literal["vllm", "transformers"] = "vllm"  # library that samples in this process
+    enforce_eager: bool = False
+    """start vLLM without compiling the model: a minute or two sooner, but slower from then on"""
     engine_url: tuple[str, ...] = ()  # vLLM servers that sample instead, http://host:port
     engine_devices: tuple[str, ...] = ()  # GPUs for vLLM servers that sample instead, e.g. 2 3
     warm_start: str = "auto"
@@ -693,6 +695,13 @@ def read_command_line(
 def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.deterministic and config.engine == "vllm":
         yield "engine", "--deterministic samples with transformers"
+    if (
+        config.deterministic
+        or config.engine != "vllm"
+        or config.engine_url
+        or config.engine_devices
+    ):
+        yield "enforce_eager", "it is for vLLM in this process"
     if config.tasks:
         yield "split", f"--tasks {config.tasks} names the tasks"
     if not config.eval_every:
@@ -720,7 +729,7 @@ def _defaults_for(user_values: Mapping[str, str], kind: type[Options]) -> Option
 CHANGEABLE_ON_RESUME = {
     *("steps", "learning_rate_decay_steps", "stop_at", "on_collapse", "save_every", "keep_last"),
     *("env_addr", "engine_url", "engine_devices", "run_dir", "resume", "log_to", "record_state"),
-    *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision"),
+    *("max_tokens_per_micro_batch", "gradient_checkpointing", "precision", "enforce_eager"),
 }
 PER_RUN_OPTIONS = {"config", "run_dir", "resume"}  # --config does not copy them
 FILE_OPTIONS = ("data", "pairs", "expert", "experience")  # of sft.py, dpo.py and agentevol.py

@@ -107,7 +107,9 @@ class Worker:
         with phase("loading the models"), clock.advice("loading the models"):
             self.load_models()
         if config.plays:
-            with phase("starting the sampler"):
+            compiles = config.engine == "vllm" and not (config.enforce_eager or config.engine_url)
+            note = " (vLLM compiles the model; the first time takes minutes)" if compiles else ""
+            with phase(f"starting the sampler{note}"):
                 self.engine = self.start_engine(stack)
             stack.push(self.close_engine)
             if config.engine_url:  # those servers may hold another run's weights
@@ -236,6 +238,7 @@ class Worker:
         if c.engine == "vllm":
             options["seed"] = seed_of(distributed.rank())
             options["gpu_memory_utilization"] = sampler_share(c)
+            options["enforce_eager"] = c.enforce_eager
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -251,6 +251,7 @@ def test_misuse_is_one_line_and_leaves_nothing(folder, capsys, words, named):
         ("--steps-scaling-inter 5 --kl-estimator k2", "--steps-scaling-inter --kl-estimator"),
         ("--eval-every 0 --eval-samples 2", "--eval-samples"),
         ("--mini-batch-size 65", "--mini-batch-size"),
+        ("--engine transformers --enforce-eager", "--enforce-eager"),
         ("--algorithm ppo --gamma 0.9 --lam 0.9 --kl-loss-coef 0.1 --kl-estimator k2", ""),
     ],
 )
