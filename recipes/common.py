@@ -115,7 +115,6 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
         shared = sorted((config.keys() & configs[0].keys()) - ignored)
         if differences := [name for name in shared if config[name] != configs[0][name]]:
             values = ", ".join(f"{n} {configs[0][n]} and {config[n]}" for n in differences)
-
             raise ValueError(f"runs that differ in more than the seed cannot be pooled: {values}")
     return results
 

@@ -61,7 +61,7 @@ EVOLVE = ("--group-size", "8", "--eval-every", "60")
 class Arm:
     """A way to train."""
 
-    words: tuple[str, ...] = ()  # options in addition to those of miniature.json
+    options: tuple[str, ...] = ()  # in addition to those of miniature.json
     seeds: tuple[int, ...] = SEEDS
     steps: int = 60
     program: str = "train.py"  # "": only its committed results exist, the program is gone
@@ -69,28 +69,28 @@ class Arm:
     is_weak: bool = False  # the teacher demonstrates only near goals, on the training mazes
 
 
-def rate_words(algorithm: str, rate: float) -> tuple[str, ...]:
+def rate_options(algorithm: str, rate: float) -> tuple[str, ...]:
     """Options for one learning rate. A collapse is a result too, so it does not stop the run."""
-    words = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}", "--on-collapse", "warn")
-    return words + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
+    options = ("--algorithm", algorithm, "--learning-rate", f"{rate:g}", "--on-collapse", "warn")
+    return options + (("--critic-learning-rate", f"{rate:g}") if algorithm == "ppo" else ())
 
 
 def pilot(algorithm: str, rate: float) -> str:
     return f"{algorithm}-{rate:g}"
 
 
-def widened(every: int) -> tuple[str, ...]:
+def widening_options(every: int) -> tuple[str, ...]:
     """Options for a horizon of 4, then 8, then 16 turns that widens every `every` steps."""
-    words = ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
-    return (*words, "--steps-scaling-inter", str(every), "--eval-every", str(every))
+    options = ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "4", "8", "16")
+    return (*options, "--steps-scaling-inter", str(every), "--eval-every", str(every))
 
 
 ARMS: dict[str, Arm] = {
     "short": Arm(SHORT, steps=SHORT_STEPS),
     "long": Arm(),
-    "stepwise": Arm(widened(every=32), steps=96),
-    "early": Arm(widened(every=16), steps=75),  # plays about as many turns as stepwise
-    "late": Arm(widened(every=48), steps=110),
+    "stepwise": Arm(widening_options(every=32), steps=96),
+    "early": Arm(widening_options(every=16), steps=75),  # plays about as many turns as stepwise
+    "late": Arm(widening_options(every=48), steps=110),
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
     "rl": Arm((*SHORT, *WEAK), steps=360),
@@ -138,8 +138,8 @@ ARMS: dict[str, Arm] = {
         num_demonstrations=8,
     ),
 } | {
-    pilot(algorithm, rate): Arm((*SHORT, *rate_words(algorithm, rate)), (PILOT_SEED,), SHORT_STEPS)
-    for algorithm in ESTIMATORS
+    pilot(name, rate): Arm((*SHORT, *rate_options(name, rate)), (PILOT_SEED,), SHORT_STEPS)
+    for name in ESTIMATORS
     for rate in RATES
 }
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
@@ -198,7 +198,7 @@ def arm_of(name: str, results: Results) -> Arm | None:
     if name in ARMS:
         return ARMS[name]
     rate = chosen_rate(name, results)
-    return None if rate is None else Arm((*SHORT, *rate_words(name, rate)), steps=SHORT_STEPS)
+    return None if rate is None else Arm((*SHORT, *rate_options(name, rate)), steps=SHORT_STEPS)
 
 
 def seeds_of(figure: str, name: str) -> tuple[int, ...]:
@@ -242,8 +242,9 @@ def status(figures: Sequence[str], results: Results) -> str:
 
 
 def arguments_of(arm: Arm, seed: int, data: Path, extra: Sequence[str] = ()) -> list[str]:
-    words = ["--config", str(BASE), "--seed", str(seed), "--steps", str(arm.steps)]
-    return [*words, *arm.words, *extra, *(["--data", str(data)] if arm.num_demonstrations else [])]
+    options = ["--config", str(BASE), "--seed", str(seed), "--steps", str(arm.steps)]
+    data_options = ["--data", str(data)] if arm.num_demonstrations else []
+    return [*options, *arm.options, *extra, *data_options]
 
 
 def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
@@ -312,9 +313,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--commit", action="store_true", help="write results to recipes/results")
-    words = sys.argv[1:]
-    command = words.pop(0) if words[:1] in (["run"], ["status"]) else "run"
-    options, extra = parser.parse_known_args(words)
+    arguments = sys.argv[1:]
+    command = arguments.pop(0) if arguments[:1] in (["run"], ["status"]) else "run"
+    options, extra = parser.parse_known_args(arguments)
     os.chdir(ROOT)
     print(status(options.figure, read_results(FOLDER, RUNS / "results")), flush=True)
     folder = FOLDER if options.commit else RUNS / "results"

@@ -266,10 +266,11 @@ def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
     turns, failed, tokens, successes = (
         sum(row[name] for row in last) for name in ("turns", "failed_turns", "tokens", "successes")
     )
+    parts = (slice(None), slice(NUM_EDGE_STEPS), slice(-NUM_EDGE_STEPS, None))
     return (
         f"{turns / sum(len(result['curve']) for result in results):.0f}",
         f"{100 * failed / turns:.0f}",
-        *(signal_share(slice(*s)) for s in ((None,), (NUM_EDGE_STEPS,), (-NUM_EDGE_STEPS, None))),
+        *(signal_share(steps) for steps in parts),
         f"{tokens / successes:.0f}",
     )
 
@@ -416,20 +417,20 @@ def speed() -> list[str]:
         return read_json(BENCHMARKS / f"{name}.json")
 
     rows = []
-    for name, slots, words in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
+    for name, slots, options in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
         no_delay, delay, tail = (read(name)["summary"][key] for key in ("none", "100 ms", "tail"))
         setting = f"rollout loop, 64 trajectories, {slots} engine slots"
-        command = f"`python benchmarks/rollout.py{words}`"
+        command = f"`python benchmarks/rollout.py{options}`"
         ratios = f"{no_delay['ratio_to_engine']:.2f}; {delay['ratio_to_engine']:.2f}"
         text = f"{setting}: tokens/s relative to the bare engine, steps of 0 and 100 ms"
         rows.append((text, ratios, "-; 0.85", command))
         text = f"{setting}: tokens/s relative to a lockstep loop, 5 % of steps take 2 s"
         rows.append((text, f"{tail['ratio_to_lockstep']:.1f}", "1.5", command))
-    for model, words in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
+    for model, options in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
         text = f"update, {model}: tokens/s relative to a bare forward and backward pass"
-        command = f"`python benchmarks/update.py --model {model}{words}`"
+        command = f"`python benchmarks/update.py --model {model}{options}`"
         rows.append((text, read(f"update_{model}")["summary"]["ratio"], "0.9", command))
-    for name, work, words in (
+    for name, work, options in (
         ("trl_step", "the default step", " --repeats 3"),
         ("trl_step-equal", "equal work", " --tasks 2 --repeats 5 --train-on-all"),
     ):
@@ -437,7 +438,7 @@ def speed() -> list[str]:
         ratios = "; ".join(f"{times[f'{part}_s']:.1f}" for part in ("rollout", "update", "step"))
         text = f"TRL 1.16's GRPOTrainer with transformers, {work}: its time divided by ours, "
         text += "rollout; update; step"
-        rows.append((text, ratios, "-", f"`python benchmarks/trl_step.py{words}`"))
+        rows.append((text, ratios, "-", f"`python benchmarks/trl_step.py{options}`"))
     for env in ("babyai", "sciworld", "searchqa"):
         result = read(f"environments-{env}")
         text = f"{env}'s server, {result['sessions']} sessions: steps/s relative to a plain server"

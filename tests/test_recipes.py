@@ -101,7 +101,7 @@ def test_an_estimator_waits_for_its_pilots_and_uses_the_best_rate(tmp_path):
         name = f"{miniature.pilot('ppo', rate)}-{miniature.PILOT_SEED}.json"
         common.write_json(tmp_path / name, {"curve": [{"train/success_rate": success}] * 3})
     arm = miniature.arm_of("ppo", miniature.read_results(tmp_path))
-    assert arm.words == (*miniature.SHORT, *miniature.rate_words("ppo", miniature.RATES[1]))
+    assert arm.options == (*miniature.SHORT, *miniature.rate_options("ppo", miniature.RATES[1]))
 
 
 def test_the_teachers_turns_count_when_its_episodes_are_used():
