@@ -2,7 +2,6 @@
 
 Environment  13 levels of BabyAI in three tiers, by the turns that the oracle usually needs:
 
-
                  near     1 to 3     go to, pick up or open something in the room
                  middle   3 to 10    doors in order, put next to, a key in a box (at most 16)
                  far      8 to 16    unlock a door with a key that is somewhere else (at most 20)
@@ -47,8 +46,10 @@ MAX_TURNS = 32  # of a demonstration
 
 
 def tier_of(task_id: str) -> str:
-    """
+    """The tier of a task's level.
+
     >>> tier_of("babyai_26"), tier_of("babyai_40")
+
     ('far', 'near')
     """
     number, _ = level_and_seed(int(task_id.rpartition("_")[2]))

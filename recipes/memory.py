@@ -1,12 +1,13 @@
 """Memory and time of a training step, estimated from model, context length and number of GPUs.
 
-Memory follows the formulas in `scale/memory.py`. Time follows from the FLOPs of a token:
+Memory follows the formulas in `scale/memory.py`. Time follows from FLOPs:
 
-    forward    2 (P - embedding) + 2 L·A·D·T, plus 2 V·H for each token of the policy
-    step       forward (1) + backward (2, LoRA 1) + recomputation (1) + old and reference log-probs
-               (1 each), in forward passes; sampling, often the larger part, is not counted
+    forward, a token   2 (P - embedding) + 2 L·A·D·T, plus 2 V·H for each token of the policy
+    step, in forwards  1 forward + 2 backward (LoRA: 1) + 1 recomputation + 2 log-probs, old and
+                       reference; sampling is not counted and is often the larger part
 
     P parameters, L layers, T tokens of context, H hidden size, A·D heads x head size, V vocabulary
+
 
 A test compares the formulas with the tensors in real updates of a small model. benchmarks/gpu.py
 compares them, and the seconds, with a 3B model with random weights on a GPU.

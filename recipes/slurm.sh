@@ -23,7 +23,7 @@
 #   GPUS_PER_NODE    processes on a node                             8
 #   CONFIG           configuration file of accelerate                recipes/fsdp2.yaml
 #   PORT             port through which the processes connect        29500
-#   DRY_RUN=1        print the commands of each node, run none
+#   DRY_RUN=1        only print the commands of each node
 #
 # The checkout and .venv must be on a shared disk, too: run `make setup` once, on a node with a GPU.
 # --tasks-per-step must be a multiple of the number of processes.

@@ -6,7 +6,7 @@
 #   bash recipes/textcraft_3b.sh              8 GPUs (or 4, 2), or a single large one
 #   SMOKE=1 bash recipes/textcraft_3b.sh      the same steps without a GPU, in minutes: the model
 #                                             `tiny` in two CPU processes, few steps, few tasks
-#   DRY_RUN=1 bash recipes/textcraft_3b.sh    print the commands, run none
+#   DRY_RUN=1 bash recipes/textcraft_3b.sh    only print the commands
 #
 #   Variable  Meaning                         Default
 #   RUN_DIR   folder for all files            runs/textcraft_3b
@@ -16,8 +16,8 @@
 # You can interrupt it at any time: the same command continues where it stopped. If train.py stops
 # because the policy has collapsed, this script stops too, and train.py prints what to do.
 #
-# 70 of TextCraft's 544 goals are in neither published list. They choose the checkpoint to test, so
-# the test split is used only twice: before and after training.
+# The checkpoint to test is the best on 70 of TextCraft's 544 goals that are in neither published list,
+# so the test split is used only twice: before and after training.
 #
 # Nobody has run this with the weights of the 3B model. Steps with random weights have run on one GPU
 # of 141 GB (benchmarks/gpu.py), and SMOKE=1 has run to the end. recipes/memory.py estimates memory.
@@ -59,7 +59,7 @@ TEST=(
 NUM_HELD_OUT=70
 SETTINGS= # for the result file; empty: derived from the run's config.json
 if [ "$SMOKE" ]; then # the same commands with smaller numbers; a later option overrides an earlier one
-    MODEL=tiny STEPS=2 NUM_HELD_OUT=2 SETTINGS="of a smoke test, so the numbers mean nothing"
+    MODEL=tiny STEPS=2 NUM_HELD_OUT=2 SETTINGS="smoke test; the numbers mean nothing"
     export CUDA_VISIBLE_DEVICES=""
     TRAIN+=(
         --model tiny --steps 2 --rounds 2 3 4 --steps-scaling-inter 1 --tasks-per-step 2
