@@ -26,7 +26,6 @@ RUN make setup SET=cpu
 
 COPY . .
 # For an environment with extra packages: --build-arg ENV=babyai
-
 ARG ENV=textcraft
 RUN make setup ENV="$ENV"
 ENTRYPOINT ["make"]

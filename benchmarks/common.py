@@ -61,6 +61,5 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 def take_step(learner: Learner, batch: Batch, objective: Objective) -> None:
     """Run `update.update_policy`. A skipped optimizer step is an error here."""
-
     if update_policy(learner, batch, objective)["policy/skipped_steps"]:
         raise SystemExit("the update was skipped: its loss or gradient is not finite")

@@ -174,7 +174,6 @@ def main() -> int:
     ratio = median((row["ratio"] for row in repeats), 2)
     results.write({"sessions": SESSIONS, "throughput": repeats, "ratio": ratio})
     print(f"median: {ratio:g} x the plain server")
-
     return 0
 
 

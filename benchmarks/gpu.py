@@ -267,7 +267,6 @@ def main() -> int:
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
     if not on_gpu and o.shape != "tiny":
         raise SystemExit("torch finds no GPU; on a CPU use --shape tiny")
-
     results = Results(o, f"gpu-{o.shape}.json")
     updates = measure_updates(shape, o.context, o.repeats)
     with tempfile.TemporaryDirectory() as folder:

@@ -227,7 +227,6 @@ def main() -> int:
     parser = make_parser(__doc__, 5)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="slots of the engine")
-
     options = parser.parse_args()
     results = Results(options, "rollout.json")
     repeats = measure(options.model, options.max_num_seqs, options.repeats)

@@ -275,7 +275,6 @@ def trl_version() -> str:
         importlib.metadata.version("datasets")
     except importlib.metadata.PackageNotFoundError as error:
         raise SystemExit(f"trl_step.py: {error.name} is not installed; {hint}") from None
-
     if not version.startswith(f"{TRL_VERSION}."):
         raise SystemExit(f"trl_step.py is written for TRL {TRL_VERSION}, found {version}; {hint}")
     return version
@@ -299,7 +298,6 @@ def main() -> int:
     parser = make_parser(__doc__, 3)
     parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
     parser.add_argument("--warm-start", default="auto", help="as in train.py")
-
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument("--train-on-all", action="store_true", help="keep groups of equal returns")
     o = parser.parse_args()

@@ -161,7 +161,6 @@ def compare(
         return "- (no seed in common)"
     a = [reading(sides[0][seed]) for seed in common]
     b = [base_reading(sides[1][seed]) for seed in common]
-
     goals = paired_bootstrap(mean_over_seeds(b), mean_over_seeds(a))
     gains = [
         statistics.fmean(shares_a.values()) - statistics.fmean(shares_b.values())

@@ -49,7 +49,6 @@ def tier_of(task_id: str) -> str:
     """The tier of a task's level.
 
     >>> tier_of("babyai_26"), tier_of("babyai_40")
-
     ('far', 'near')
     """
     number, _ = level_and_seed(int(task_id.rpartition("_")[2]))

@@ -8,7 +8,6 @@ Memory follows the formulas in `scale/memory.py`. Time follows from FLOPs:
 
     P parameters, L layers, T tokens of context, H hidden size, A·D heads x head size, V vocabulary
 
-
 A test compares the formulas with the tensors in real updates of a small model. benchmarks/gpu.py
 compares them, and the seconds, with a 3B model with random weights on a GPU.
 
@@ -80,7 +79,6 @@ def row(shape: Shape, tokens: int, devices: int, rank: int) -> list[object]:
 
 def arithmetic() -> list[str]:
     """The table: a row per model, context, number of devices, and full training or LoRA."""
-
     titles = "model | context | GPUs | trains | state | update | update, checkpointing"
     titles += " | sampler: weights + a sequence | card, GiB | PFLOP a step | minutes a step"
     cases = product(QWEN.values(), CONTEXTS, DEVICES, (0, LORA_RANK))

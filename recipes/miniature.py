@@ -163,7 +163,6 @@ Results = dict[tuple[str, int], Result]
 
 def read_results(*folders: Path) -> Results:
     """(arm, seed) -> its result. `short` is also GRPO's arm if its rate is the best for GRPO."""
-
     results: Results = {}
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")

@@ -46,7 +46,6 @@ run() { # print a command, then run it
 
 if [ "${1:-}" != --node ]; then
     # ------------------------------------------------------------------ only on the first node
-
     cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" # sbatch runs a copy of this file in another folder
     if [ -z "${SLURM_JOB_ID:-}" ] || [ ! -e recipes/slurm.sh ]; then
         echo "slurm.sh: run it in the checkout with: sbatch recipes/slurm.sh" >&2

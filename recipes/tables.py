@@ -480,7 +480,6 @@ def with_tables(text: str) -> str:
             before, _, tail = text.partition(opening)
             table_text = "\n".join(table()) + "\n"
             text = before + opening + table_text + closing + tail.partition(closing)[2]
-
     return text
 
 
@@ -491,7 +490,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.show:
         include_uncommitted = True
-
         print("\n\n".join("\n".join(TABLES[name]()) for name in options.show))
         return
     for page in PAGES:

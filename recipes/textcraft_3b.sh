@@ -220,7 +220,6 @@ print(text)
 '
 if [ "$DRY_RUN" ]; then
     echo "dry run: nothing was run; the table would be written to $RESULT.md"
-
 else
     $PYTHON -c "$TABLE" "$RUN_DIR" "$RESULT" "$BEST" "$CHOICE" "$SETTINGS"
     echo "done: $RESULT.md"

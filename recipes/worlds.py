@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, help="run this program instead of train.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", action="store_true", help="write the result to recipes/results")
-
     options, extra = parser.parse_known_args()
     os.chdir(ROOT)
     name = f"{options.env}-{options.seed}"

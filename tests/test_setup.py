@@ -214,7 +214,6 @@ def test_main_prints_every_failure_as_one_line_and_returns_its_exit_code(monkeyp
 )
 def test_make_sets_up_first_and_accepts_options(monkeypatch, arguments, command):
     monkeypatch.setenv("ENV", "/etc/shrc")  # POSIX shells use this variable, too
-
     dry_run = ["make", "-n", *arguments]
     printed = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.index("tools/setup_env.py") < printed.index(command)

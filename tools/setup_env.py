@@ -290,7 +290,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("\nerror: interrupted; run the same command to continue", file=sys.stderr)
-
         return 130
     return 0
 

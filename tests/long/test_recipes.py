@@ -58,6 +58,5 @@ def test_two_nodes_of_one_process_train_together(tmp_path):
     on_a_cpu = {"CONFIG": "recipes/fsdp2_cpu.yaml", "GPUS_PER_NODE": "1", "PORT": port}
     process = slurm(tmp_path, *options.split(), **on_a_cpu)
     assert process.returncode == 0, process.stdout + process.stderr
-
     policy = tmp_path / "run/checkpoints/step_000001/trainer_state/policy"
     assert {p.name for p in policy.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
