@@ -108,7 +108,7 @@ class EvolConfig(IteratedConfig):
     mini_batch_size: int = 64  # trajectories per step
     learning_rate: float = 4e-5  # learning rate at the start of each iteration [paper: 1e-5]
     eval_every: int = 4
-    save_every: int = 4
+    save_every: int = 4  # write a checkpoint every N steps and at the end
 
     def unused_options(self) -> Iterator[tuple[str, str]]:
         if self.data:

@@ -2,9 +2,9 @@
 
 Each option is a field of a dataclass; the comment beside the field, or the text below it, is its
 help. `RunConfig` holds the options that all methods need, and `Config` adds those of train.py.
-sft.py, dpo.py and agentevol.py declare theirs themselves. A command line is parsed once
-(`read_command_line`) and checked once (`checked`). A preset supplies the options that it leaves
-out:
+sft.py, dpo.py and agentevol.py declare further options. A command line is parsed once
+(`read_command_line`) and checked once (`checked`). For options that it leaves out, a preset
+supplies the values:
 
     laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
              a GPU, and always the default for the small models
@@ -44,7 +44,7 @@ from schedulers import make_scheduler
 
 T = TypeVar("T", bound=Any)
 Options = TypeVar("Options", bound="RunConfig")
-# `--env textcraft babyai` is kept as "textcraft+babyai".
+# `--env textcraft babyai` is stored as "textcraft+babyai".
 EnvNames = Annotated[
     str,
     PrimitiveConstructorSpec(
@@ -74,7 +74,7 @@ class UpdateOptions:
     mini_batch_size: int = 64  # trajectories per optimizer step [paper: 8 tasks, i.e. 64]
     max_tokens_per_micro_batch: int = 2048
     """tokens per forward and backward pass, padding included; lower it if memory runs out"""
-    share_prefix: bool = True  # compute the prefix that a task's samples share once, if faster
+    share_prefix: bool = True  # compute the shared prefix of a task's samples only once, if faster
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class RunConfig(UpdateOptions):
         return self.eval_samples if step else min(self.eval_start_samples, self.eval_samples)
 
     def check(self) -> None:
-        """Raise ValueError for values that cannot work, or not in combination."""
+        """Raise ValueError for impossible values and combinations."""
         check_ranges(self)
         check_environments(self)
         if self.stop_at is not None and not (self.stop_at and self.eval_every):
@@ -242,7 +242,7 @@ class RunConfig(UpdateOptions):
                 raise Misuse(f"--log-to {name} needs a package: pip install {name}")
 
     def unused_options(self) -> Iterator[tuple[str, str]]:
-        """(option, reason) for each option without effect in this run; a given one gets a note."""
+        """(option, reason) for options without effect in this run, to note if the user set them."""
         return iter(())
 
     def notes(self) -> Iterator[str]:
@@ -621,7 +621,7 @@ def notes(config: RunConfig) -> Iterator[str]:
         held_out = {task.task_id for task in held_out_tasks(config)}
         if overlap := held_out & {task.task_id for task in tasks_of(config)}:
             num = f"{len(overlap)} of the {len(held_out)}"
-            yield f"{num} held-out tasks are also trained on: their success proves little"
+            yield f"{num} held-out tasks are also trained on: success on them proves little"
     yield from config.notes()
 
 
@@ -801,7 +801,7 @@ def check_resumed(config: RunConfig) -> None:
     free = CHANGEABLE_ON_RESUME - config.fixed_on_resume
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
     if flags := " ".join(flag(name) for name in changed if name not in free):
-        raise Misuse(f"--resume keeps the run's own options; leave out {flags}, or start a new run")
+        raise Misuse(f"--resume keeps the run's options; leave out {flags}, or start a new run")
     checkpoints = Path(config.run_dir or "").glob("checkpoints/step_*")
     steps = [int(path.name[5:]) for path in checkpoints if path.name[5:].isdecimal()]
     last_step = max(steps, default=0)

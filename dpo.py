@@ -118,12 +118,12 @@ class DpoConfig(IteratedConfig):
     iterations: int = 6  # how often the policy plays; --steps are divided among them
     tasks_per_iteration: int = 48  # tasks played in each iteration
     steps: int = 18
-    """total training steps, with those before a resume; one pass over n pairs takes
-    2 n / --mini-batch-size steps, rounded up"""
+    """total training steps, with those before a resume;
+    one pass over n pairs takes 2 n / --mini-batch-size steps, rounded up"""
     mini_batch_size: int = 64  # trajectories per step, two of each pair
     learning_rate: float = 4e-5  # learning rate of the policy, AdamW [paper: 5e-7]
     eval_every: int = 9
-    save_every: int = 9
+    save_every: int = 9  # write a checkpoint every N steps and at the end
 
     def check(self) -> None:
         super().check()

@@ -316,7 +316,7 @@ def drop_too_long(
     if overlap := held_out & {example.task_id for example in examples}:
         distributed.say(
             f"note: {len(overlap)} of the {len(held_out)} held-out tasks are also trained on: "
-            "their success proves little (see --eval-tasks)"
+            "success on them proves little (see --eval-tasks)"
         )
     return fit
 

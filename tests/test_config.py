@@ -1,4 +1,4 @@
-"""config.py: presets, one line for a mistake, options saved in a run and read back."""
+"""config.py: presets, one line for each misuse, options saved in a run and read back."""
 
 import json
 import re
@@ -40,13 +40,13 @@ from scale.precision import FORMATS
 from sft import SftConfig
 
 
-def asked(words, kind=Config):
-    """The options that a command line asks for, checked."""
+def parse_and_check(words, kind=Config):
+    """The checked options of a command line."""
     return checked(parse(words, kind))
 
 
 def parse(words, kind=Config):
-    """The same, not checked."""
+    """The options of a command line, not checked."""
     return read_command_line(words.split(), kind)[0]
 
 
@@ -69,7 +69,7 @@ def choices(kind, name):
     return get_args(get_type_hints(kind)[name])
 
 
-def test_the_choices_and_the_groups_of_algorithms_are_those_of_the_tables():
+def test_choices_and_algorithm_groups_match_the_tables_of_the_modules():
     assert choices(Config, "algorithm") == tuple(ESTIMATORS)
     assert choices(DpoConfig, "loss") == tuple(PREFERENCES)
     assert choices(Config, "precision") == ("auto", *FORMATS)
@@ -85,16 +85,16 @@ def test_the_choices_and_the_groups_of_algorithms_are_those_of_the_tables():
 
 
 @pytest.mark.parametrize("env", ENVS)
-def test_every_preset_suits_every_environment_and_its_short_tasks_are_split(env):
+def test_every_preset_fits_every_environment_and_short_lists_do_not_overlap(env):
     for preset in ("paper", "none", "laptop"):
         config = complete(with_preset(preset, env))
         config.check()
         assert config.env == env
-        assert complete(config) == config, "as a resumed run needs"
+        assert complete(config) == config, "completing is idempotent, as resuming needs"
     train_tasks, held_out = tasks_of(config), held_out_tasks(config)
     assert not {t.task_id for t in train_tasks} & {t.task_id for t in held_out}
-    unseen = [t for t in held_out if t.subtask not in {task.subtask for task in train_tasks}]
-    assert [t.subtask for t in unseen] == (["depth 3"] if env == "textcraft" else [])
+    new_tasks = [t for t in held_out if t.subtask not in {task.subtask for task in train_tasks}]
+    assert [t.subtask for t in new_tasks] == (["depth 3"] if env == "textcraft" else [])
     assert len(train_tasks) > len(held_out) > 40
 
 
@@ -106,7 +106,7 @@ def test_every_preset_suits_every_environment_and_its_short_tasks_are_split(env)
         ("--seed 3", "textcraft"),
     ],
 )
-def test_the_environment_on_the_command_line_decides_the_defaults(argv, env):
+def test_the_environment_on_the_command_line_determines_the_defaults(argv, env):
     assert parse(argv) == replace(with_preset("laptop", env), seed=3)
     assert parse(f"{argv} --group-size 3").group_size == 3 != with_preset("laptop", env).group_size
 
@@ -123,14 +123,14 @@ def test_the_paper_preset_has_the_papers_schedule_and_batch():
         assert c.mini_batch_size == 8 * c.group_size  # the paper counts tasks: 8
 
 
-def test_with_a_gpu_the_other_methods_have_rates_for_large_models():
-    """As AgentGym's scripts have them (agentenv/examples/); a small model keeps its own."""
+def test_the_paper_preset_has_learning_rates_for_large_models():
+    """They are those of AgentGym's scripts (agentenv/examples/)."""
     for kind, rate in ((SftConfig, 1e-5), (EvolConfig, 1e-5), (DpoConfig, 5e-7)):
         assert with_preset("paper", "textcraft", kind).learning_rate == rate
         assert with_preset("laptop", "textcraft", kind).learning_rate == kind.learning_rate
 
 
-def test_the_machine_decides_the_preset_unless_the_model_is_small_or_it_is_named(monkeypatch):
+def test_the_machine_determines_the_preset_unless_the_model_is_small_or_it_is_set(monkeypatch):
     monkeypatch.setattr(config_module, "has_gpu", lambda: True)
     assert parse("") == options() == with_preset("paper")
     for model in SMALL_MODELS:
@@ -140,18 +140,18 @@ def test_the_machine_decides_the_preset_unless_the_model_is_small_or_it_is_named
     assert parse("--preset none --env babyai") == options("babyai", preset="none") == none
 
 
-def test_lists_follow_from_the_model_unless_tasks_are_named():
+def test_task_lists_follow_from_the_model_unless_tasks_are_set():
     short = complete(Config())
     assert (short.tasks, short.split) == ("short_train", None)
-    for long in (Config(model="Qwen/Qwen2.5-3B-Instruct"), with_preset("none")):
-        assert complete(long) == replace(long, split="train")
-    for given in (dict(tasks="mine.json"), dict(split="test")):
-        config = Config(**given, subtasks=("depth 2",))
+    for config in (Config(model="Qwen/Qwen2.5-3B-Instruct"), with_preset("none")):
+        assert complete(config) == replace(config, split="train")
+    for changes in (dict(tasks="mine.json"), dict(split="test")):
+        config = Config(**changes, subtasks=("depth 2",))
         assert complete(config) == config
     assert complete(replace(with_preset("paper"), tasks="family_train")).split is None
 
 
-def test_evaluation_has_the_longest_horizon_and_fewer_samples_at_the_start():
+def test_evaluation_uses_the_longest_horizon_and_fewer_samples_at_the_start():
     config = Config(rounds=(3, 5, 9), eval_samples=4)
     assert (config.evaluation_rounds, replace(config, eval_rounds=4).evaluation_rounds) == (9, 4)
     assert [config.samples_at(step) for step in (0, 20, 60)] == [1, 4, 4]
@@ -171,12 +171,12 @@ FILES = {
     "empty": "",  # not a folder
 }
 STEPWISE = "--rounds-scheduler scaling_inter_stepwise"
-# The words of train.py -> what its line must name.
+# Arguments of train.py -> what its line must contain.
 MISUSE = {
-    # cannot be read
+    # parsing
     "--steps ten": "--steps",
     "--tasks-per-stepp 3": "did you mean --tasks-per-step?",
-    # out of range; what must be above 0 is below
+    # ranges
     "--gamma 1.5 --algorithm ppo": "--gamma 1.5",
     "--stop-at 0": "--stop-at",
     "--env-addr local http://127.0.0.1:1": "give it alone",
@@ -232,20 +232,20 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("words", "named"), MISUSE.items(), ids=MISUSE)
-def test_misuse_is_one_line_and_leaves_nothing(folder, capsys, words, named):
+@pytest.mark.parametrize(("words", "expected"), MISUSE.items(), ids=MISUSE)
+def test_misuse_prints_one_line_and_creates_no_file(folder, capsys, words, expected):
     before = set(folder.rglob("*"))
     assert train.command_line(words.split()) == 2
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and named in line, line
+    assert line.count("\n") == 1 and expected in line, line
     assert set(folder.rglob("*")) == before
 
 
-# --- Notes: allowed, but perhaps not meant --------------------------------------------------------
+# --- Notes: possible, but perhaps a mistake -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("argv", "noted"),
+    ("argv", "flags"),
     [
         ("--gamma 0.9 --lam 0.9 --algorithm reinforce_plus_plus", "--lam"),
         ("--steps-scaling-inter 5 --kl-estimator k2", "--steps-scaling-inter --kl-estimator"),
@@ -255,21 +255,21 @@ def test_misuse_is_one_line_and_leaves_nothing(folder, capsys, words, named):
         ("--algorithm ppo --gamma 0.9 --lam 0.9 --kl-loss-coef 0.1 --kl-estimator k2", ""),
     ],
 )
-def test_an_option_that_is_given_and_has_no_effect_is_a_note(argv, noted):
+def test_options_without_effect_are_noted(argv, flags):
     _, lines = read_command_line(argv.split(), Config)
-    assert [line.split()[0] for line in lines] == noted.split()
+    assert [line.split()[0] for line in lines] == flags.split()
 
 
-def test_what_is_perhaps_not_meant_is_a_note(folder):
+def test_probable_mistakes_are_noted(folder):
     for argv, words in (
         (f"{STEPWISE} --rounds 2 4 --steps 100", "the last of --rounds begins after step 100"),
         ("--split train --eval-tasks short_test", "85 of the 129 held-out tasks are also trained"),
     ):
-        (line,) = notes(asked(f"--model tiny {argv}"))
+        (line,) = notes(parse_and_check(f"--model tiny {argv}"))
         assert words in line
-    assert not list(notes(asked(f"--model tiny {STEPWISE} --rounds 2 4 --steps 101")))
+    assert not list(notes(parse_and_check(f"--model tiny {STEPWISE} --rounds 2 4 --steps 101")))
     Path("run/config.json").write_text('{"config": {"env": "babyai"}}')
-    (line,) = notes(asked("--model tiny --env textcraft --data run", SftConfig))
+    (line,) = notes(parse_and_check("--model tiny --env textcraft --data run", SftConfig))
     assert "was played in babyai" in line
 
 
@@ -277,28 +277,28 @@ def test_what_is_perhaps_not_meant_is_a_note(folder):
 
 
 def save(folder, config):
-    """What a run leaves."""
+    """Write the config.json of a run."""
     folder.mkdir(exist_ok=True)
     content = {"config": asdict(config), "method": config.method}
     (folder / "config.json").write_text(json.dumps(content))
     return str(folder / "config.json")
 
 
-def test_a_runs_options_are_the_defaults_of_the_next_and_the_command_line_wins(
+def test_config_takes_another_runs_options_and_the_command_line_overrides_them(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(config_module, "check_package", lambda env: None)  # it is not played
+    monkeypatch.setattr(config_module, "check_package", lambda env: None)  # not played
     first = replace(complete(with_preset("laptop", "babyai")), seed=7, rounds=(2, 4), steps=9)
     file = save(tmp_path / "run", replace(first, run_dir=str(tmp_path / "run"), resume=True))
-    config = asked(f"--config {file} --steps 3 {STEPWISE}")
+    config = parse_and_check(f"--config {file} --steps 3 {STEPWISE}")
     changes = dict(steps=3, rounds_scheduler="scaling_inter_stepwise", config=file)
-    assert config == replace(first, **changes), "and neither its directory nor its --resume"
-    shared = parse(f"--config {file}", SftConfig)  # another method: what all methods share
+    assert config == replace(first, **changes), "without its --run-dir and --resume"
+    shared = parse(f"--config {file}", SftConfig)  # another method: only shared options
     assert (shared.env, shared.seed, shared.rounds) == ("babyai", 7, (4,))
     assert shared.learning_rate == SftConfig.learning_rate
 
 
-def test_a_few_options_in_a_file_stand_on_the_preset_that_they_ask_for(tmp_path):
+def test_a_file_with_a_few_options_builds_on_the_preset_that_it_sets(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text('{"preset": "paper", "env": "babyai", "learning_rate": 3e-6}')
     config = parse(f"--config {file}")
@@ -306,59 +306,59 @@ def test_a_few_options_in_a_file_stand_on_the_preset_that_they_ask_for(tmp_path)
     assert parse(f"--config {file} --env sciworld").max_tokens_per_turn == 200
 
 
-def test_a_resumed_run_keeps_its_options_but_for_how_far_it_goes(tmp_path):
+def test_a_resumed_run_keeps_its_options_except_its_length(tmp_path):
     run = tmp_path / "run"
-    file = save(run, asked("--model tiny"))
+    file = save(run, parse_and_check("--model tiny"))
     again = f"--resume --run-dir {run}"
-    stretched = asked(f"{again} --steps 600")
-    assert (stretched.steps, stretched.learning_rate_decay_steps) == (600, 50), "not stretched"
-    for other in ("--learning-rate 1e-3", f"--config {file}"):
-        with pytest.raises(Misuse, match=f"leave out {other.split()[0]}"):
-            asked(f"{again} {other}")
-    for name in ("step_000010", "step_000020.bak"):  # the second is somebody's copy
+    longer = parse_and_check(f"{again} --steps 600")
+    assert (longer.steps, longer.learning_rate_decay_steps) == (600, 50), "the decay is unchanged"
+    for change in ("--learning-rate 1e-3", f"--config {file}"):
+        with pytest.raises(Misuse, match=f"leave out {change.split()[0]}"):
+            parse_and_check(f"{again} {change}")
+    for name in ("step_000010", "step_000020.bak"):  # the second is a user's copy
         (run / "checkpoints" / name).mkdir(parents=True)
-    assert asked(f"{again} --steps 10").steps == 10
+    assert parse_and_check(f"{again} --steps 10").steps == 10
     with pytest.raises(Misuse, match="--steps 9: this run has done 10"):
-        asked(f"{again} --steps 9")
+        parse_and_check(f"{again} --steps 9")
 
 
 def test_a_run_resumed_from_another_folder_reads_the_files_that_it_began_with(
     tmp_path, monkeypatch
 ):
-    """The two folders have files of the same names and other content."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder, index in ((here, 0), (there, 5)):
+    """Two folders have files with equal names and different contents."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, index in ((old, 0), (new, 5)):
         folder.mkdir()
         (folder / "ids.json").write_text(json.dumps([{"item_id": f"textcraft_{index}"}]))
         (folder / "prompt.txt").write_text(f"Craft it {folder.name}.")
-    (here / "step_1").mkdir()
-    (here / "step_1" / "config.json").write_text('{"model_type": "llama"}')
-    (here / "step_1" / "model.safetensors").touch()
-    (here / "best").symlink_to("step_1")  # of a run that goes on: another folder tomorrow
+    (old / "step_1").mkdir()
+    (old / "step_1" / "config.json").write_text('{"model_type": "llama"}')
+    (old / "step_1" / "model.safetensors").touch()
+    (old / "best").symlink_to("step_1")  # while that run continues, the link can change
     files = "--tasks ids.json --eval-tasks family_test --prompt prompt.txt"
     argv = f"{files} --model best --warm-start ./best --preset laptop"
-    monkeypatch.chdir(here)
-    first = asked(argv)
-    assert (first.tasks, first.eval_tasks) == (f"{here}/ids.json", "family_test")
-    assert first.model == first.warm_start == f"{here}/step_1"
+    monkeypatch.chdir(old)
+    first = parse_and_check(argv)
+    assert (first.tasks, first.eval_tasks) == (f"{old}/ids.json", "family_test")
+    assert first.model == first.warm_start == f"{old}/step_1"
     assert with_absolute_paths(first) == first
-    save(there / "run", first)
-    monkeypatch.chdir(there)
-    again = asked("--resume --run-dir run")
-    assert again == replace(first, run_dir="run", resume=True)
+    save(new / "run", first)
+    monkeypatch.chdir(new)
+    resumed = parse_and_check("--resume --run-dir run")
+    assert resumed == replace(first, run_dir="run", resume=True)
     assert saved_config("run", RunConfig).tasks == first.tasks
     with pytest.raises(Misuse, match="leave out --tasks --prompt, or"):
-        asked(f"--resume --run-dir run {files}")
+        parse_and_check(f"--resume --run-dir run {files}")
 
 
-def test_a_text_replaces_the_environments_instruction_and_a_list_its_messages(tmp_path):
+def test_a_prompt_file_replaces_the_instruction_or_all_messages(tmp_path):
     file = tmp_path / "prompt"
-    asking = Config(prompt=str(file))
+    config = Config(prompt=str(file))
     file.write_text("Craft it.\n")
-    text = with_prompt(asking)
-    assert prompt_of(text) == [{"role": "system", "content": "Craft it."}]
-    assert with_prompt(text) is text
+    with_text = with_prompt(config)
+    assert prompt_of(with_text) == [{"role": "system", "content": "Craft it."}]
+    assert with_prompt(with_text) is with_text
     roles = ("system", "user", "assistant")
-    dialogue = [{"role": role, "content": f"Of the {role}."} for role in roles]
+    dialogue = [{"role": role, "content": f"Text of the {role}."} for role in roles]
     file.write_text(json.dumps(dialogue))
-    assert prompt_of(with_prompt(asking)) == dialogue
+    assert prompt_of(with_prompt(config)) == dialogue
