@@ -97,8 +97,8 @@ def gae(
         token_rewards: (B, T) float; each turn's reward on its last policy token.
         values: (B, T) float; V of the state before each token, read on policy tokens only.
         loss_mask: (B, T) of 0 and 1.
-        gamma: discount per policy token, not per turn: 0.99 shrinks a reward to 37 % over 100
-            tokens, about the length of one turn.
+        gamma: discount per policy token, not per turn: 0.99 shrinks a reward to 37 % over a turn
+            of 100 tokens.
         lam: λ.
         whiten: shift and scale Â over the batch to mean 0 and standard deviation 1.
     Returns:

@@ -38,7 +38,7 @@ from jinja2 import TemplateError
 USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
 
 
-def is_sound(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """False if the text contains half of a surrogate pair: valid in JSON, not for a tokenizer."""
     return text.isascii() or text.encode("utf-8", "ignore").decode() == text
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chat import is_sound
+from chat import is_encodable
 from data import NAMES, ROLES, Record
 from trajectory import LOST, RolloutHandler, Trajectory, from_line
 
@@ -187,6 +187,6 @@ def _problem_of_turn(turn: Any) -> str | None:
     ids = turn.get("ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return "has ids that are not token ids: leave them out"
-    if not is_sound(turn["value"]):
+    if not is_encodable(turn["value"]):
         return "contains half of a surrogate pair, which cannot be encoded"
     return None

@@ -140,8 +140,8 @@ def tree_attention(
     parts: tuple[int, ...] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention along a tree, which supports packed rows. The layers of the model call it
-    through transformers' AttentionInterface.
+    """Causal attention that also supports packed rows, in which it follows a tree. The layers of
+    the model call it through transformers' AttentionInterface.
 
     A packed row (scale/prefix.py) is an opening P followed by samples that continue it. We compute
     attention once for P, and once per sample over P and the sample itself. For each of these shapes
@@ -183,11 +183,11 @@ def tree_attention(
             q = torch.cat([queries[0], q], dim=2)
             outputs.append(attend(q, k, v, is_causal=True)[:, :, p:])
         else:
-            outputs.append(attend(q, k, v, attn_mask=_to_the_left(q.shape[2], p, q.device)))
+            outputs.append(attend(q, k, v, attn_mask=_mask_after_opening(q.shape[2], p, q.device)))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def _to_the_left(n: int, p: int, device: torch.device) -> torch.Tensor:
+def _mask_after_opening(n: int, p: int, device: torch.device) -> torch.Tensor:
     """The mask (n, p + n) of a sample of n tokens after an opening of p tokens.
 
     GPU kernels recognise `causal_lower_right` and never build the mask. A CPU builds the mask in

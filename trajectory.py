@@ -94,7 +94,7 @@ class Trajectory:
     first_state: dict[str, Any] | None = None  # before the first turn, with --record-state
 
     def stop(self, reason: str, success: bool = False) -> None:
-        """End the trajectory: `terminated` if the task is over, `truncated` if we cut it."""
+        """End the trajectory: `terminated` if the task is over, `truncated` if it was cut short."""
         self.stop_reason, self.success = reason, success
         self.terminated = reason in ("success", "failure")
         self.truncated = not self.terminated
@@ -106,7 +106,7 @@ class Trajectory:
 
     @property
     def is_valid(self) -> bool:
-        """False if the episode did not end or the infrastructure failed; never used then."""
+        """False if the episode did not end or the infrastructure failed; statistics ignore it."""
         return self.stop_reason not in (None, *LOST)
 
     def to_line(self) -> dict[str, Any]:

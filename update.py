@@ -5,7 +5,8 @@
     ρ = π_θ(token) / π_old(token)        π_old: the policy at the start of the step
     w = min( π_old / μ, cap )            μ: the policy as computed by the sampler
     N = policy tokens in the mini-batch, over all processes
-    s = policy tokens in the batch / policy tokens in the step, with the groups without signal
+    s = policy tokens in the batch / policy tokens in the step; groups without signal are only in
+        the step
 
 With `--loss-agg seq-mean`, all three terms are means over trajectories: `batching.seq_mean_weights`
 weights each token, and s counts trajectories. KL and entropy are still logged as token means.
@@ -149,7 +150,7 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
 def _rank_passes(
     batch: Batch, rows: list[int], objective: Objective
 ) -> list[tuple[list[int], bool]]:
-    """This rank's micro-batches of these rows, each with a flag: does it count?"""
+    """This rank's micro-batches of these rows, as (rows, counts)."""
     limit, share = objective.max_tokens_per_micro_batch, objective.share_prefix
     cuts = cut_micro_batches(batch, rows, limit, share, distributed.world_size())
     return distributed.rank_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
