@@ -1,4 +1,4 @@
-"""What advantages.py promises, from numbers worked by hand to properties over random batches."""
+"""advantages.py: examples worked out on paper, slow loops, and properties of random batches."""
 
 import doctest
 import math
@@ -22,11 +22,11 @@ from advantages import (
     whiten_per_env,
 )
 
-# The batch of trap 1: two trajectories of two turns, each turn an action of two tokens and an
-# observation of two. The first wins and is paid on its last action's last token.
+# The batch of trap 1: two trajectories of two turns. Each turn has an action of two tokens and an
+# observation of two. The first trajectory wins and gets its reward on the last action token.
 LOSS_MASK = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 0]] * 2)
-WON = torch.zeros(2, 8)
-WON[0, 5] = 1.0
+REWARDS = torch.zeros(2, 8)
+REWARDS[0, 5] = 1.0
 SAME_TASK = torch.tensor([7, 7])
 NO_VALUES = torch.zeros(2, 8)
 
@@ -43,29 +43,29 @@ def estimates(token_rewards, values, loss_mask, group_ids, gamma=1.0):
     }
 
 
-def close(got, want, tolerance=1e-5):
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+def assert_close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-# ------------------------------------------------------------------------------- worked by hand
+# ------------------------------------------------------------------------------- worked examples
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "advantage"),
     [("gae", 0.9354), ("reinforce_plus_plus", 0.9354), ("grpo", 0.7071), ("rloo", 1.0)],
 )
-def test_trap_1_a_win_reaches_every_policy_token_of_both_turns(name, expected):
-    """Trap 1: paid on the last attended token, an observation, the win vanished without a trace."""
-    got, _ = {
-        "gae": lambda: gae(WON, NO_VALUES, LOSS_MASK),
-        "reinforce_plus_plus": lambda: reinforce_plus_plus(WON, LOSS_MASK),
-        "grpo": lambda: grpo(WON, LOSS_MASK, SAME_TASK),
-        "rloo": lambda: rloo(WON, LOSS_MASK, SAME_TASK),
+def test_trap_1_a_win_reaches_every_policy_token_of_both_turns(name, advantage):
+    """Trap 1: a reward on the last attended token, which is an observation, would be lost."""
+    actual, _ = {
+        "gae": lambda: gae(REWARDS, NO_VALUES, LOSS_MASK),
+        "reinforce_plus_plus": lambda: reinforce_plus_plus(REWARDS, LOSS_MASK),
+        "grpo": lambda: grpo(REWARDS, LOSS_MASK, SAME_TASK),
+        "rloo": lambda: rloo(REWARDS, LOSS_MASK, SAME_TASK),
     }[name]()
-    want = torch.tensor([[expected], [-expected]]) * LOSS_MASK
-    close(got, want, tolerance=5e-5)
+    expected = torch.tensor([[advantage], [-advantage]]) * LOSS_MASK
+    assert_close(actual, expected, tolerance=5e-5)
 
 
 def test_gae_by_hand_steps_over_the_observation():
-    """Three policy tokens around an observation whose value (99) must not be read.
+    """Three policy tokens around an observation; the critic's value there (99) must be ignored.
 
     γ = 0.5, λ = 0.5, V = 1, 2, 4, r = 0, 0, 8. From the end:
     δ₃ = 8 − 4 = 4                Â₃ = 4
@@ -75,8 +75,8 @@ def test_gae_by_hand_steps_over_the_observation():
     loss_mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0]])
     token_rewards = torch.tensor([[0, 0, 0, 0, 0, 8.0, 0]])
     values = torch.tensor([[99, 1.0, 2, 99, 99, 4, 99]])
-    got, returns = gae(token_rewards, values, loss_mask, gamma=0.5, lam=0.5, whiten=False)
-    assert got.tolist() == [[0, 0.25, 1, 0, 0, 4, 0]]
+    actual, returns = gae(token_rewards, values, loss_mask, gamma=0.5, lam=0.5, whiten=False)
+    assert actual.tolist() == [[0, 0.25, 1, 0, 0, 4, 0]]
     assert returns.tolist() == [[0, 1.25, 3, 0, 0, 8, 0]]
 
 
@@ -92,18 +92,19 @@ def test_grpo_and_rloo_by_hand_on_groups_of_three_and_two():
     loss_mask = torch.ones(5, 1)
     token_rewards = torch.tensor([[0.0], [1.0], [0.0], [5.0], [3.0]])
     group_ids = torch.tensor([4, 9, 4, 9, 4])
-    got, returns = grpo(token_rewards, loss_mask, group_ids, epsilon=0.0)
-    close(got[:, 0], torch.tensor([-1 / 3**0.5, -(0.5**0.5), -1 / 3**0.5, 0.5**0.5, 2 / 3**0.5]))
+    actual, returns = grpo(token_rewards, loss_mask, group_ids, epsilon=0.0)
+    scores = [-1 / 3**0.5, -(0.5**0.5), -1 / 3**0.5, 0.5**0.5, 2 / 3**0.5]
+    assert_close(actual[:, 0], torch.tensor(scores))
     assert returns.tolist() == token_rewards.tolist()
-    got, _ = grpo(token_rewards, loss_mask, group_ids, scale_by_std=False)
-    assert got[:, 0].tolist() == [-1, -2, -1, 2, 2]
-    got, _ = rloo(token_rewards, loss_mask, group_ids)  # 0 − 3/2, 1 − 5, 0 − 3/2, 5 − 1, 3 − 0
-    assert got[:, 0].tolist() == [-1.5, -4, -1.5, 4, 3]
+    actual, _ = grpo(token_rewards, loss_mask, group_ids, scale_by_std=False)
+    assert actual[:, 0].tolist() == [-1, -2, -1, 2, 2]
+    actual, _ = rloo(token_rewards, loss_mask, group_ids)  # 0 − 3/2, 1 − 5, 0 − 3/2, 5 − 1, 3 − 0
+    assert actual[:, 0].tolist() == [-1.5, -4, -1.5, 4, 3]
 
 
 def test_grpo_epsilon_is_added_to_the_standard_deviation():
-    got, _ = grpo(WON, LOSS_MASK, SAME_TASK, epsilon=0.5)
-    close(got[0, 0], torch.tensor(0.5 / (0.5**0.5 + 0.5)))
+    actual, _ = grpo(REWARDS, LOSS_MASK, SAME_TASK, epsilon=0.5)
+    assert_close(actual[0, 0], torch.tensor(0.5 / (0.5**0.5 + 0.5)))
 
 
 # ------------------------------------------------------------------- slow loops from the papers
@@ -120,9 +121,9 @@ def batches(draw):
         mask[draw(st.integers(0, length - 1))] = 1
         rows.append(mask)
         rewards.append([draw(number) if m else 0.0 for m in mask])
-        # What the critic says on a masked token is arbitrary and must not matter.
+        # The critic's value of a masked token is arbitrary and must have no effect.
         values.append([draw(st.floats(-2, 2, width=32)) if m else math.nan for m in mask])
-    for _ in range(draw(st.integers(0, 2))):  # episodes that never began
+    for _ in range(draw(st.integers(0, 2))):  # episodes that did not start
         group_ids.append(draw(st.sampled_from([0, 999])))
         rows.append([0] * length)
         rewards.append([0.0] * length)
@@ -133,9 +134,9 @@ def batches(draw):
 
 
 def slow_estimates(token_rewards, values, loss_mask, group_ids, gamma):
-    """Definitions as sums over one trajectory's policy tokens, without any recursion.
+    """The definitions as sums over the policy tokens of a trajectory, without recursion.
 
-    Rows come in any order (trap 22), and those without policy tokens belong to no group (trap 4).
+    Rows come in any order (trap 22); rows without policy tokens belong to no group (trap 4).
     """
     policy = [[t for t, m in enumerate(row) if m] for row in loss_mask.tolist()]
     rewards, values = token_rewards.tolist(), values.tolist()
@@ -187,13 +188,13 @@ def slow_estimates(token_rewards, values, loss_mask, group_ids, gamma):
 @given(batches(), st.sampled_from([1.0, 0.9, 0.0]))
 def test_every_estimator_equals_the_sums_it_is_defined_by(batch, gamma):
     slow = slow_estimates(*batch, gamma)
-    for name, (got, returns) in estimates(*batch, gamma).items():
-        close(got, slow[name][0], tolerance=2e-4)
-        close(returns, slow[name][1])
+    for name, (actual, returns) in estimates(*batch, gamma).items():
+        assert_close(actual, slow[name][0], tolerance=2e-4)
+        assert_close(returns, slow[name][1])
 
 
 def test_the_table_gives_each_estimator_what_it_needs():
-    rewards, values, mask, groups = WON, torch.rand(2, 8), LOSS_MASK, SAME_TASK
+    rewards, values, mask, groups = REWARDS, torch.rand(2, 8), LOSS_MASK, SAME_TASK
     batch = SimpleNamespace(token_rewards=rewards, values=values, loss_mask=mask, group_ids=groups)
     expected = {
         "grpo": (grpo(rewards, mask, groups), True, False),
@@ -205,8 +206,8 @@ def test_the_table_gives_each_estimator_what_it_needs():
     for name, (numbers, needs_group, needs_critic) in expected.items():
         estimator = ESTIMATORS[name]
         assert (estimator.needs_group, estimator.needs_critic) == (needs_group, needs_critic)
-        got = estimator.estimate(batch, 0.9, 0.8)
-        assert all(torch.equal(x, y) for x, y in zip(got, numbers, strict=True))
+        actual = estimator.estimate(batch, 0.9, 0.8)
+        assert all(torch.equal(x, y) for x, y in zip(actual, numbers, strict=True))
 
 
 # ------------------------------------------------------------------------------------ properties
@@ -215,26 +216,26 @@ def test_the_table_gives_each_estimator_what_it_needs():
 @settings(deadline=None, max_examples=60)
 @given(batches(), st.integers(0, 3), st.integers(0, 3), st.data())
 def test_padding_and_longer_observations_change_nothing(batch, left, right, data):
-    """Trap 15: how much the environment prints must not move a single policy token's credit."""
+    """Trap 15: the length of the environment's output must not change any token's credit."""
     token_rewards, values, loss_mask, group_ids = batch
     at = data.draw(st.integers(0, loss_mask.shape[1]), label="insert an observation at")
 
-    def stretched(x, fill):
+    def stretch(x, fill):
         filler = [torch.full((len(x), n), fill, dtype=x.dtype) for n in (left, 2, right)]
         return torch.cat([filler[0], x[:, :at], filler[1], x[:, at:], filler[2]], dim=1)
 
-    mask = stretched(loss_mask, 0)
+    mask = stretch(loss_mask, 0)
     plain = estimates(*batch, gamma=0.9)
     wide = estimates(
-        stretched(token_rewards, 0.0), stretched(values, math.nan), mask, group_ids, gamma=0.9
+        stretch(token_rewards, 0.0), stretch(values, math.nan), mask, group_ids, gamma=0.9
     )
     for name in plain:
-        for got, want in zip(wide[name], plain[name], strict=True):
-            close(got[mask == 1], want[loss_mask == 1])
+        for actual, expected in zip(wide[name], plain[name], strict=True):
+            assert_close(actual[mask == 1], expected[loss_mask == 1])
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, -7.3])
-def test_a_group_that_always_returns_the_same_gets_exactly_zero(reward):
+def test_a_group_with_equal_returns_gets_exactly_zero(reward):
     token_rewards, loss_mask = torch.full((3, 1), reward), torch.ones(3, 1)
     group_ids = torch.zeros(3).long()
     for scale_by_std in (True, False):
@@ -245,18 +246,18 @@ def test_a_group_that_always_returns_the_same_gets_exactly_zero(reward):
 
 
 def test_float32_rounding_of_equal_returns_is_not_a_signal():
-    """0.1 + 0.2 and 0.3 earn the same; their last bit over ε = 1e-6 would be trained on."""
+    """0.1 + 0.2 equals 0.3, but their last bits differ; divided by ε = 1e-6 that would count."""
     token_rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
     assert token_rewards[0].double().sum() != token_rewards[1].double().sum()
     assert (grpo(token_rewards, torch.ones(2, 2), SAME_TASK)[0] == 0).all()
     assert (rloo(token_rewards, torch.ones(2, 2), SAME_TASK)[0] == 0).all()
-    got, _ = grpo(token_rewards + torch.tensor([[1e-3, 0.0]]).T, torch.ones(2, 2), SAME_TASK)
-    assert got.abs().min() > 0.7  # a small difference that is one stays one
+    actual, _ = grpo(token_rewards + torch.tensor([[1e-3, 0.0]]).T, torch.ones(2, 2), SAME_TASK)
+    assert actual.abs().min() > 0.7  # a small but real difference is kept
 
 
-def test_inputs_stay_as_they_were_and_no_gradient_flows():
+def test_inputs_are_not_changed_and_no_gradient_flows():
     values = torch.randn(2, 8, requires_grad=True)
-    batch = (WON, values, LOSS_MASK, SAME_TASK)
+    batch = (REWARDS, values, LOSS_MASK, SAME_TASK)
     before = [x.detach().clone() for x in batch]
     for pair in estimates(*batch).values():
         assert not any(x.requires_grad for x in pair)
@@ -265,10 +266,10 @@ def test_inputs_stay_as_they_were_and_no_gradient_flows():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
-def test_any_dtype_of_mask_and_half_precision_values_are_taken(dtype):
-    plain = estimates(WON, NO_VALUES, LOSS_MASK, SAME_TASK)
+def test_masks_of_any_dtype_and_half_precision_values_are_accepted(dtype):
+    plain = estimates(REWARDS, NO_VALUES, LOSS_MASK, SAME_TASK)
     for name, pair in estimates(
-        WON.bfloat16(), NO_VALUES.bfloat16(), LOSS_MASK.to(dtype), SAME_TASK.int()
+        REWARDS.bfloat16(), NO_VALUES.bfloat16(), LOSS_MASK.to(dtype), SAME_TASK.int()
     ).items():
         assert all(torch.equal(x, y) for x, y in zip(pair, plain[name], strict=True))
 
@@ -277,61 +278,61 @@ def test_any_dtype_of_mask_and_half_precision_values_are_taken(dtype):
 
 
 @pytest.mark.parametrize("loss_mask", [[1, 1, 1], [0, 1, 0], [0, 0, 0]])
-def test_without_variance_whitening_gives_zeros(loss_mask):
-    got = whiten(torch.full((1, 3), 0.1), torch.tensor([loss_mask]))
-    assert got.tolist() == [[0.0, 0.0, 0.0]]
+def test_whitening_gives_zeros_if_there_is_no_variance(loss_mask):
+    actual = whiten(torch.full((1, 3), 0.1), torch.tensor([loss_mask]))
+    assert actual.tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_whitening_does_not_blow_noise_up_to_a_signal():
-    """1e-8 under the root: differences of 1e-7 stay small instead of becoming ±1."""
-    got = whiten(torch.tensor([[0.0, 1e-7]]), torch.ones(1, 2))
-    assert got.abs().max() < 1e-2
+def test_whitening_does_not_turn_noise_into_a_signal():
+    """With 1e-8 under the root, differences of 1e-7 stay small instead of becoming ±1."""
+    actual = whiten(torch.tensor([[0.0, 1e-7]]), torch.ones(1, 2))
+    assert actual.abs().max() < 1e-2
 
 
-def test_whitening_each_world_is_whitening_its_rows():
-    """Against a slow loop; and a world of one token, or of equal ones, says nothing."""
+def test_each_environment_is_whitened_separately():
+    """Compared with a slow loop. One token, or only equal ones, gives zeros."""
     torch.manual_seed(0)
     x, mask = torch.randn(7, 5, dtype=torch.float64), torch.rand(7, 5) < 0.6
-    worlds = ["a", "b", "a", "c", "b", "d", "d"]
+    envs = ["a", "b", "a", "c", "b", "d", "d"]
     x[1] *= 100
     x[3], mask[3] = torch.nan, False
     x[5:] = 3.0
-    whitened = whiten_per_env(x.float(), mask, worlds)
-    for world in "abcd":
-        rows = [row for row, name in enumerate(worlds) if name == world]
+    whitened = whiten_per_env(x.float(), mask, envs)
+    for env in "abcd":
+        rows = [row for row, name in enumerate(envs) if name == env]
         values = [float(x[row, t]) for row in rows for t in range(5) if mask[row, t]]
-        got = [float(whitened[row, t]) for row in rows for t in range(5) if mask[row, t]]
+        actual = [float(whitened[row, t]) for row in rows for t in range(5) if mask[row, t]]
         if len(set(values)) < 2:
-            assert not any(got)
+            assert not any(actual)
             continue
         mean = sum(values) / len(values)
-        spread = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
-        assert got == pytest.approx([(v - mean) / spread for v in values], abs=1e-5)
+        std = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
+        assert actual == pytest.approx([(v - mean) / std for v in values], abs=1e-5)
     assert not whitened[~mask].any()
 
 
 # ---------------------------------------------------------------------------- token_rewards_of
-def test_each_turns_reward_sits_on_its_last_policy_token():
+def test_the_reward_of_a_turn_is_on_its_last_policy_token():
     #            prompt | action 1 | observation | action 2 | observation
     loss_mask = [0, 0] + [1, 1, 1] + [0, 0, 0] + [1, 1] + [0, 0]
-    got = token_rewards_of([0.25, 0.75], [(2, 5), (8, 10)], loss_mask)
-    assert got == [0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0, 0]
+    actual = token_rewards_of([0.25, 0.75], [(2, 5), (8, 10)], loss_mask)
+    assert actual == [0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0, 0]
 
 
 def test_trap_7_a_forced_end_of_turn_never_gets_the_reward():
-    """An action cut at its length limit ends in a token the policy did not sample: mask 0."""
+    """If an action is cut at its length limit, we append its last token, with mask 0."""
     assert token_rewards_of([1.0], [(0, 3)], [1, 1, 0, 0]) == [0, 1.0, 0, 0]  # inside the span
     assert token_rewards_of([1.0], [(0, 2)], [1, 1, 0, 0]) == [0, 1.0, 0, 0]  # after it
 
 
-def test_a_turn_without_policy_tokens_may_only_have_no_reward():
+def test_a_turn_without_policy_tokens_must_not_have_a_reward():
     assert token_rewards_of([0.0, 1.0], [(1, 1), (2, 3)], [0, 0, 1]) == [0, 0, 1.0]
     with pytest.raises(ValueError, match=r"turn 1 has reward 1.0 but no policy token in its act"):
         token_rewards_of([0.0, 1.0], [(0, 1), (1, 3)], [1, 0, 0])
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.floats(-1, 1)), max_size=6))
-def test_token_rewards_sum_to_the_return_and_pass_every_estimators_check(turns):
+def test_token_rewards_sum_to_the_return_and_are_valid_for_an_estimator(turns):
     loss_mask, spans = [0], []
     for num_action, num_observation, _ in turns:
         spans.append((len(loss_mask), len(loss_mask) + num_action))
@@ -341,7 +342,7 @@ def test_token_rewards_sum_to_the_return_and_pass_every_estimators_check(turns):
     reinforce_plus_plus(torch.tensor([token_rewards]), torch.tensor([loss_mask]))
 
 
-# -------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------ bad inputs
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize(
     ("token_rewards", "loss_mask", "message"),
@@ -356,7 +357,7 @@ def test_token_rewards_sum_to_the_return_and_pass_every_estimators_check(turns):
     ],
 )  # fmt: skip
 def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_mask, message):
-    """Trap 1 too: reward on a token that the policy did not write would be lost in silence."""
+    """Also trap 1: a reward on a token that the policy did not write would be lost silently."""
     values = torch.zeros_like(token_rewards)
     batch = SimpleNamespace(
         token_rewards=token_rewards, values=values, loss_mask=loss_mask, group_ids=SAME_TASK
@@ -370,7 +371,7 @@ def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_ma
     ("group_ids", "loss_mask", "message"),
     [
         ([3, 8], [[1], [1]], r"groups \[3, 8\] have one trajectory each"),
-        ([7, 7], [[1], [0]], r"groups \[7\] have one trajectory each"),  # the other never began
+        ([7, 7], [[1], [0]], r"groups \[7\] have one trajectory each"),  # the second is empty
         ([1], [[1], [1]], r"group_ids must hold one integer per row, shape \(2,\); got \(1,\)"),
         ([7, 7, 7], [[1], [1]], "one integer per row"),
         ([0.0, 0.0], [[1], [1]], "one integer per row.*of torch.float32"),
@@ -383,14 +384,14 @@ def test_groups_without_a_baseline_and_ids_that_do_not_fit_are_refused(
         estimator(torch.tensor([[1.0], [0.0]]), torch.tensor(loss_mask), torch.tensor(group_ids))
 
 
-def test_gae_refuses_values_of_another_shape_or_not_finite_on_a_policy_token():
+def test_gae_refuses_values_of_a_wrong_shape_or_not_finite_on_a_policy_token():
     with pytest.raises(ValueError, match=r"token_rewards is \(2, 8\) and values is \(2, 9\)"):
-        gae(WON, torch.zeros(2, 9), LOSS_MASK)
+        gae(REWARDS, torch.zeros(2, 9), LOSS_MASK)
     values = torch.zeros(2, 8)
     values[1, 4] = math.nan
     with pytest.raises(ValueError, match=r"values\[1, 4\] is nan, but values must be finite"):
-        gae(WON, values, LOSS_MASK)
+        gae(REWARDS, values, LOSS_MASK)
 
 
-def test_the_examples_in_the_docstrings_are_what_the_code_prints():
+def test_the_examples_in_the_docstrings_run():
     assert doctest.testmod(advantages).failed == 0

@@ -1,4 +1,4 @@
-"""batching.py: every row once, nothing lost by padding, what belongs to a row travels with it."""
+"""batching.py: each row is in one micro-batch, keeps its data, and loses nothing to padding."""
 
 from itertools import pairwise
 
@@ -25,9 +25,9 @@ lengths_and_budget = st.tuples(
 )
 
 
-def trajectory(drawn, group_id=0, rewards=()):
-    """From a drawing: `a` sampled, anything else not; one turn per run of `a`, with its reward."""
-    mask = [int(c == "a") for c in drawn]
+def trajectory(drawing, group_id=0, rewards=()):
+    """A trajectory from a drawing in which `a` is a sampled token; each run of `a` is a turn."""
+    mask = [int(c == "a") for c in drawing]
     n = len(mask)
     starts = [i for i in range(n) if mask[i] and not (i and mask[i - 1])]
     ends = [i + 1 for i in range(n) if mask[i] and not (i + 1 < n and mask[i + 1])]
@@ -48,7 +48,7 @@ TRAJECTORIES = [
 ]
 
 
-def test_two_trajectories_become_these_tensors():
+def test_two_trajectories_as_tensors():
     batch = make_batch([trajectory("ppaoaa", 3, [0.25, 0.5]), trajectory("paa", 7, [1.0])], PAD)
     assert batch.input_ids.tolist() == [[40, 41, 42, 43, 44, 45], [80, 81, 82, PAD, PAD, PAD]]
     assert batch.loss_mask.tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0]]
@@ -64,7 +64,7 @@ def test_two_trajectories_become_these_tensors():
 
 
 def test_a_final_end_of_turn_stays_in_the_loss_where_it_is_also_the_padding():
-    """Trap 21: a mask made by comparing ids would drop it."""
+    """Trap 21: a mask computed from the ids would drop it."""
     short = trajectory("ppa", 0, [1.0])
     short.input_ids[-1] = PAD
     batch = make_batch([short, trajectory("ppaoa", 1)], PAD)
@@ -92,32 +92,32 @@ def padding_of(lengths, micro):
 
 
 @given(lengths_and_budget)
-def test_no_row_would_have_fitted_into_the_micro_batch_before(case):
-    """It would have gone over the budget, or over the padding that a micro-batch may have."""
+def test_no_micro_batch_has_space_for_the_next_row(case):
+    """The next row would exceed the budget or the allowed padding."""
     lengths, max_tokens = case
     cuts = cut_by_length(lengths, max_tokens)
-    for micro, following in pairwise(cuts):
-        more = [*micro, following[0]]
-        tokens = len(more) * max(lengths[row] for row in more)
-        assert tokens > max_tokens or padding_of(lengths, more) > MAX_PADDING
+    for micro, next_micro in pairwise(cuts):
+        extended = [*micro, next_micro[0]]
+        tokens = len(extended) * max(lengths[row] for row in extended)
+        assert tokens > max_tokens or padding_of(lengths, extended) > MAX_PADDING
 
 
 @given(lengths_and_budget)
-def test_padding_is_a_twentieth_at_most_in_every_micro_batch(case):
+def test_padding_is_at_most_a_twentieth_of_every_micro_batch(case):
     lengths, max_tokens = case
     for micro in cut_by_length(lengths, max_tokens):
         assert padding_of(lengths, micro) <= MAX_PADDING + 1e-9
 
 
-def test_a_wide_budget_does_not_reach_from_the_longest_rows_to_the_shortest():
+def test_a_large_budget_does_not_mix_the_longest_rows_with_the_shortest():
     lengths = [1000, 990, 985, 500, 490, 100, 99, 98, 97, 96]
     assert padding_share(lengths, cut_by_length(lengths, 100_000)) < 0.02
-    assert padding_share(lengths, [list(range(10))]) > 0.5  # what the budget alone allows
+    assert padding_share(lengths, [list(range(10))]) > 0.5  # within the budget, if mixed
     assert padding_share([], []) == 0.0
 
 
 @given(lengths_and_budget)
-def test_padding_share_counts_what_is_not_a_token(case):
+def test_padding_share_is_the_share_of_padding_in_all_micro_batches(case):
     lengths, max_tokens = case
     cuts = cut_by_length(lengths, max_tokens)
     longest = [max(lengths[i] for i in micro) for micro in cuts]
@@ -127,34 +127,34 @@ def test_padding_share_counts_what_is_not_a_token(case):
 
 
 def fields_of(batch: Batch, row: int) -> list:
-    """Everything of one row without its padding."""
+    """All data of one row, without its padding."""
     n = int(batch.lengths[row])
     tokens = [batch.input_ids, batch.loss_mask, batch.rollout_log_probs, batch.token_rewards]
     return [x[row, :n].tolist() for x in tokens] + [n, int(batch.group_ids[row])]
 
 
 @given(st.permutations(range(4)), st.integers(1, 4), st.integers(1, 30))
-def test_group_ids_rewards_and_masks_travel_with_their_row(order, num_chosen, max_tokens):
-    """Trap 22: reorder, choose, cut into micro-batches; a row stays the row it was."""
+def test_group_ids_rewards_and_masks_travel_with_their_row(order, num_rows, max_tokens):
+    """Trap 22: reordering, selecting and cutting into micro-batches does not mix up rows."""
     batch = make_batch(TRAJECTORIES, PAD)
-    chosen = order[:num_chosen]
-    part = batch.rows(chosen)
-    assert [fields_of(part, i) for i in range(len(part))] == [fields_of(batch, i) for i in chosen]
-    assert part.input_ids.shape[1] == max(int(batch.lengths[i]) for i in chosen)
+    selected = order[:num_rows]
+    part = batch.rows(selected)
+    assert [fields_of(part, i) for i in range(len(part))] == [fields_of(batch, i) for i in selected]
+    assert part.input_ids.shape[1] == max(int(batch.lengths[i]) for i in selected)
     for index in cut_by_length(part.lengths.tolist(), max_tokens):
         micro = part.rows(index)
         for i, row in enumerate(index):
-            assert fields_of(micro, i) == fields_of(batch, chosen[row])
+            assert fields_of(micro, i) == fields_of(batch, selected[row])
 
 
-def drawn(*drawings):
+def batch_of(*drawings):
     return make_batch([trajectory(drawing) for drawing in drawings], PAD)
 
 
-def test_an_opening_ends_where_rows_differ_or_a_policy_spoke():
-    assert opening_length(drawn("ppaa", "ppa", "ppao")) == 2  # also where both wrote the same
-    assert opening_length(drawn("ppo", "ppoa")) == 3  # the shorter one ends
-    batch = drawn("pppa", "pppa", "pppa")
+def test_an_opening_ends_at_a_difference_or_at_a_sampled_token():
+    assert opening_length(batch_of("ppaa", "ppa", "ppao")) == 2  # the sampled tokens are equal
+    assert opening_length(batch_of("ppo", "ppoa")) == 3  # the shorter row ends
+    batch = batch_of("pppa", "pppa", "pppa")
     batch.input_ids[2, 1] = 7
     assert opening_length(batch) == 1
 
@@ -172,17 +172,17 @@ def test_packed_micro_batches_hold_one_group_each(max_tokens):
 
 
 def test_a_group_that_needs_several_passes_is_cut_evenly():
-    """Eight samples of 3 tokens after an opening of 2: 20 tokens would be six of them and two."""
-    batch = drawn(*["ppaaa"] * 8)
+    """Eight samples of 3 tokens after an opening of 2. A limit of 20 tokens would give 6 and 2."""
+    batch = batch_of(*["ppaaa"] * 8)
     cases = [(8, 20, [4, 4]), (8, 25, [4, 4]), (8, 26, [8]), (7, 11, [3, 3, 1])]
     for num_rows, limit, sizes in cases:
         cuts = cut_micro_batches(batch, range(num_rows), limit, share_prefix=True)
         assert [len(rows) for rows in cuts] == sizes
 
 
-def test_each_process_gets_a_micro_batch_where_that_is_possible():
-    """But more processes never make fewer or larger ones."""
-    batch = drawn(*["ppaa"] * 4)
+def test_each_process_gets_a_micro_batch_if_possible():
+    """More processes never lead to fewer or larger micro-batches."""
+    batch = batch_of(*["ppaa"] * 4)
     assert cut_micro_batches(batch, range(4), 100) == [[0, 1, 2, 3]]
     assert cut_micro_batches(batch, range(4), 100, num_ranks=2) == [[0, 1], [2, 3]]
     assert cut_micro_batches(batch, [3, 1, 0], 100, num_ranks=3) == [[3], [1], [0]]
@@ -190,8 +190,8 @@ def test_each_process_gets_a_micro_batch_where_that_is_possible():
     assert cut_micro_batches(batch, range(4), 4, num_ranks=8) == [[0], [1], [2], [3]]
 
 
-def test_a_trajectorys_weight_is_that_of_its_mini_batch():
-    """4 tokens in 2 rows: 4 / (2 · 3) and 4 / (2 · 1), in whichever micro-batch a row is."""
+def test_the_weight_of_a_trajectory_depends_only_on_its_mini_batch():
+    """4 tokens in 2 rows: 4 / (2 · 3) and 4 / (2 · 1), for any cut into micro-batches."""
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     assert seq_mean_weights(mask, mask).tolist() == pytest.approx([2 / 3, 2])
     assert seq_mean_weights(mask[1:], mask).tolist() == [2]
@@ -205,16 +205,16 @@ def test_a_trajectorys_weight_is_that_of_its_mini_batch():
         (31, [[0, 1], [4, 5], [2, 3]]),
     ],
 )
-def test_pairs_of_similar_length_lie_together(max_tokens, cuts):
-    batch = drawn("ppaaaaaa", "ppaa", "ppaaa", "pa", "ppaaaaaa", "ppaaaa")
+def test_a_micro_batch_holds_pairs_of_similar_length(max_tokens, cuts):
+    batch = batch_of("ppaaaaaa", "ppaa", "ppaaa", "pa", "ppaaaaaa", "ppaaaa")
     batch.ref_sums = torch.zeros(6)
     assert cut_micro_batches(batch, range(6), max_tokens) == cuts
 
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("budget", [1, 8, 16, 10_000])
-def test_micro_batches_never_part_a_pair(budget, share):
-    """Its loss is not a sum over rows."""
+def test_a_pair_is_never_split(budget, share):
+    """The loss of a pair is not a sum over rows."""
     batch = make_batch(TRAJECTORIES * 2, PAD)
     batch.ref_sums = torch.zeros(8)
     cuts = cut_micro_batches(batch, range(8), budget, share)

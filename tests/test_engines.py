@@ -14,7 +14,7 @@ from scale.default_models import resolve_model
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The tiny model with stronger opinions: as built, every token is about as likely as any."""
+    """The tiny model with noise added, because without it all tokens are about equally likely."""
     tiny = resolve_model("tiny")
     lm = with_noise(load_causal_lm(tiny), seed=1)
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -30,7 +30,7 @@ def lm(checkpoint):
 
 
 def with_noise(lm, seed):
-    """The same model with other weights everywhere, its tied head included."""
+    """The same model after a random change of every matrix, also of its tied head."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in lm.parameters():
@@ -40,15 +40,15 @@ def with_noise(lm, seed):
 
 
 def changed(lm):
-    """Two models with other weights. In the first only the embedding differs, and with it the tied
-    head (trap 20): with a stale head everything is off, with other stale weights little."""
-    embedding, everything = copy.deepcopy(lm), with_noise(copy.deepcopy(lm), seed=7)
+    """Two models with other weights. The first only has another embedding and thereby another tied
+    head (trap 20). A stale head changes all predictions, other stale weights only a little."""
+    embedding, all_weights = copy.deepcopy(lm), with_noise(copy.deepcopy(lm), seed=7)
     weight = embedding.get_input_embeddings().weight
     with torch.no_grad():
         generator = torch.Generator().manual_seed(6)
         weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.04)
     assert lm.config.tie_word_embeddings and "lm_head.weight" in embedding.state_dict()
-    return embedding, everything
+    return embedding, all_weights
 
 
 def prompt_of(length, seed=0):
@@ -58,7 +58,7 @@ def prompt_of(length, seed=0):
 
 @torch.no_grad()
 def trainer_log_probs(lm, prompt_ids, token_ids, temperature):
-    """What the update computes for the same tokens."""
+    """Log-probs of the same tokens, as the update computes them."""
     input_ids = torch.tensor([prompt_ids + token_ids])
     mask = torch.tensor([[0] * len(prompt_ids) + [1] * len(token_ids)])
     return PolicyModel(lm)(input_ids, mask, temperature)[0][0, len(prompt_ids) :]
@@ -73,25 +73,25 @@ def run(engine, **requests):
 
 
 def finish(engine):
-    """All that is running, polled to the end."""
-    done = {}
+    """Poll until all requests are finished: {name: Generation}."""
+    results = {}
     while engine.num_running:
-        done |= {generation.request_id: generation for generation in engine.poll()}
-    return done
+        results |= {generation.request_id: generation for generation in engine.poll()}
+    return results
 
 
 # ----------------------------------------------------------------------------------- sample
 
 
-def test_tokens_are_drawn_from_the_softmax_at_the_temperature():
+def test_tokens_are_sampled_from_the_softmax_at_the_temperature():
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.5, 1.0, 2.0):
         expected = (logits / temperature).softmax(-1)
-        drawn = [sample(logits, temperature, generator) for _ in range(4000)]
-        counts = torch.bincount(torch.tensor([token for token, _ in drawn]), minlength=4)
+        samples = [sample(logits, temperature, generator) for _ in range(4000)]
+        counts = torch.bincount(torch.tensor([token for token, _ in samples]), minlength=4)
         torch.testing.assert_close(counts / 4000, expected, atol=0.03, rtol=0)
-        for token, log_prob in drawn[:50]:
+        for token, log_prob in samples[:50]:
             assert log_prob == pytest.approx(float(expected[token].log()), abs=1e-5)
     assert sample(logits, 0.0, generator) == (3, 0.0)  # the most probable one
 
@@ -105,15 +105,15 @@ def plain(checkpoint):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_a_forward_pass_also_for_a_padded_batch(plain, lm, temperature):
+def test_log_probs_equal_those_of_a_forward_pass_also_in_a_padded_batch(plain, lm, temperature):
     prompts = {f"r{n}": prompt_of(n, seed=n) for n in (5, 17, 40)}
     sampling = SamplingSettings(12, temperature, seed=3)
-    done = run(plain, **{name: (ids, sampling) for name, ids in prompts.items()})
+    results = run(plain, **{name: (ids, sampling) for name, ids in prompts.items()})
     for name, ids in prompts.items():
-        expected = trainer_log_probs(lm, ids, done[name].token_ids, temperature)
-        actual = torch.tensor(done[name].log_probs)
+        expected = trainer_log_probs(lm, ids, results[name].token_ids, temperature)
+        actual = torch.tensor(results[name].log_probs)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-        assert len(done[name].token_ids) == 12 and done[name].finish_reason == "length"
+        assert len(results[name].token_ids) == 12 and results[name].finish_reason == "length"
 
 
 def test_generation_ends_at_a_stop_token_or_at_the_limit(plain):
@@ -121,16 +121,16 @@ def test_generation_ends_at_a_stop_token_or_at_the_limit(plain):
     greedy = run(plain, a=(prompt, SamplingSettings(8, 0.0)))["a"].token_ids
     stop = greedy[3]
     first = greedy.index(stop)
-    others = (prompt_of(20, seed=1), SamplingSettings(8, 0.0))
-    done = run(plain, a=(prompt, SamplingSettings(8, 0.0, stop_token_ids=(stop,))), b=others)
-    assert done["a"].token_ids == greedy[: first + 1] and done["a"].finish_reason == "stop"
-    assert len(done["a"].log_probs) == first + 1
-    assert len(done["b"].token_ids) == 8 and done["b"].finish_reason == "length"
-    done = run(plain, a=(prompt, SamplingSettings(first + 1, 0.0, stop_token_ids=(stop,))))
-    assert done["a"].finish_reason == "stop", "the stop token was the last one allowed"
+    request = (prompt_of(20, seed=1), SamplingSettings(8, 0.0))
+    results = run(plain, a=(prompt, SamplingSettings(8, 0.0, stop_token_ids=(stop,))), b=request)
+    assert results["a"].token_ids == greedy[: first + 1] and results["a"].finish_reason == "stop"
+    assert len(results["a"].log_probs) == first + 1
+    assert len(results["b"].token_ids) == 8 and results["b"].finish_reason == "length"
+    results = run(plain, a=(prompt, SamplingSettings(first + 1, 0.0, stop_token_ids=(stop,))))
+    assert results["a"].finish_reason == "stop", "the stop token came exactly at the limit"
 
 
-def test_deterministic_sampling_depends_on_the_request_alone(checkpoint):
+def test_deterministic_sampling_depends_only_on_the_request(checkpoint):
     engine = TransformersEngine(checkpoint, deterministic=True)
     requests = {
         f"r{n}": (prompt_of(n, seed=n), SamplingSettings(10, 1.0, seed=n)) for n in (4, 11, 25)
@@ -158,8 +158,8 @@ def test_requests_beyond_the_batch_wait_for_the_next_poll(checkpoint):
     assert engine.num_running == 0 and engine.poll() == []
 
 
-def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
-    """Trap 20: a weight left stale in silence."""
+def test_missing_and_unknown_weights_are_an_error(plain, lm):
+    """Trap 20: otherwise a weight could stay stale without notice."""
     weights = lm.state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(EngineError, match=f"left stale, 1 not sent, first: {name}"):
@@ -168,7 +168,7 @@ def test_weights_that_were_not_sent_or_are_unknown_are_an_error(plain, lm):
         plain.load_weights([*weights.items(), ("model.extra", torch.zeros(1))])
 
 
-def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not(plain):
+def test_a_failure_of_the_model_is_an_engine_error_unless_memory_runs_out(plain):
     memory = torch.OutOfMemoryError("CUDA out of memory")
     for error, raised in ((RuntimeError("shapes differ"), EngineError), (memory, type(memory))):
         plain.lm = Mock(side_effect=error)
@@ -176,7 +176,7 @@ def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not(plain):
         with pytest.raises(raised):
             plain.poll()
         plain.abort()
-    # An argmax over NaN would answer id 0.
+    # An argmax over NaN would return id 0.
     plain.lm = lambda **_: SimpleNamespace(past_key_values=None, logits=logits)
     for temperature in (1.0, 0.0):
         sampling = SamplingSettings(max_tokens=1, temperature=temperature)
@@ -185,6 +185,6 @@ def test_what_fails_in_the_model_is_an_engine_error_but_memory_is_not(plain):
         with pytest.raises(EngineError, match="not finite"):
             plain.poll()
         plain.abort()
-        logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # a masked id is one never drawn
+        logits = torch.tensor([[[0.0, float("-inf"), 1.0]]])  # id 1 is never sampled
         plain.submit("b", [1, 2], sampling)
         assert plain.poll()[0].token_ids[0] in (0, 2)

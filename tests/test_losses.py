@@ -1,4 +1,4 @@
-"""What losses.py promises: formulas by hand and by loop, masks, splits, gradients, refusals."""
+"""losses.py: formulas checked on paper and in slow loops; masks, splits, gradients, errors."""
 
 import doctest
 import math
@@ -27,16 +27,16 @@ from losses import (
 
 
 def log(*numbers):
-    """One row of log-probs, so that tests can speak of ratios."""
+    """One row of log-probs from probabilities, so tests can be written in terms of ratios."""
     return torch.tensor([numbers], dtype=torch.float64).log()
 
 
-def ones(num_tokens):
+def ones_row(num_tokens):
     return torch.ones(1, num_tokens, dtype=torch.float64)
 
 
 def random_batch(seed=0, rows=6, length=10, dtype=torch.float64):
-    """(log_probs, old_log_probs, advantages, loss_mask); ratios reach well beyond the clip."""
+    """(log_probs, old_log_probs, advantages, loss_mask) with many ratios outside the clip range."""
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(rows, length, generator=g, dtype=dtype) - 0.1
     new = old + 0.5 * torch.randn(rows, length, generator=g, dtype=dtype)
@@ -44,59 +44,59 @@ def random_batch(seed=0, rows=6, length=10, dtype=torch.float64):
     return new, old, advantages, (torch.rand(rows, length, generator=g) < 0.6).long()
 
 
-# ------------------------------------------------------------------------ policy loss, by hand
+# -------------------------------------------------------------------- worked examples of the clip
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "why"),
+    ("ratio", "advantage", "loss", "gradient", "reason"),
     [
-        (1.0, 2.0, -2.0, -2.0, "at the old policy the loss is -A and so is its slope in log π"),
-        (1.1, 2.0, -2.2, -2.2, "within the clip nothing is cut"),
+        (1.0, 2.0, -2.0, -2.0, "at the old policy, the loss and its slope in log π are -A"),
+        (1.1, 2.0, -2.2, -2.2, "the clip is not active"),
         (1.5, 2.0, -2.4, 0.0, "a good token is not pushed above 1.2"),
-        (0.5, 2.0, -1.0, -1.0, "a good token that fell is pulled back up"),
+        (0.5, 2.0, -1.0, -1.0, "a good token that became unlikely is pushed back up"),
         (0.5, -2.0, 1.6, 0.0, "a bad token is not pushed below 0.8"),
-        (1.5, -2.0, 3.0, 3.0, "a bad token that rose is pushed back down, unclipped"),
-        (3.0, 0.0, 0.0, 0.0, "without advantage nothing moves"),
+        (1.5, -2.0, 3.0, 3.0, "a bad token that became likely is pushed down without a clip"),
+        (3.0, 0.0, 0.0, 0.0, "without an advantage there is no gradient"),
     ],
 )
-def test_the_ppo_clip_is_one_sided_for_either_sign(ratio, advantage, loss, gradient, why):
+def test_the_ppo_clip_is_one_sided_for_either_sign(ratio, advantage, loss, gradient, reason):
     log_probs = log(ratio).requires_grad_()
-    got = policy_loss(log_probs, log(1.0), torch.full((1, 1), advantage).double(), ones(1))
-    (slope,) = torch.autograd.grad(got.loss, log_probs)
-    assert got.loss.item() == pytest.approx(loss), why
-    assert slope.item() == pytest.approx(gradient), why
-    assert got.clip_frac.item() == (1.0 if gradient == 0 and advantage else 0.0), why
+    actual = policy_loss(log_probs, log(1.0), torch.full((1, 1), advantage).double(), ones_row(1))
+    (slope,) = torch.autograd.grad(actual.loss, log_probs)
+    assert actual.loss.item() == pytest.approx(loss), reason
+    assert slope.item() == pytest.approx(gradient), reason
+    assert actual.clip_frac.item() == (1.0 if gradient == 0 and advantage else 0.0), reason
 
 
 def test_policy_metrics_by_hand():
-    """Ratios 1, 1.5, 0.5 with A = 1, 1, 1: one is clipped; the fourth token is not the policy's."""
-    got = policy_loss(
-        log(1.0, 1.5, 0.5, 9.0), log(1.0, 1, 1, 1), ones(4), torch.tensor([[1, 1, 1, 0]])
+    """Ratios 1, 1.5, 0.5 with A = 1: one is clipped. The fourth token is not a policy token."""
+    actual = policy_loss(
+        log(1.0, 1.5, 0.5, 9.0), log(1.0, 1, 1, 1), ones_row(4), torch.tensor([[1, 1, 1, 0]])
     )
-    assert got.loss.item() == pytest.approx(-(1 + 1.2 + 0.5) / 3)
-    assert got.clip_frac.item() == pytest.approx(1 / 3)
-    assert got.ratio_mean.item() == pytest.approx(1.0)
+    assert actual.loss.item() == pytest.approx(-(1 + 1.2 + 0.5) / 3)
+    assert actual.clip_frac.item() == pytest.approx(1 / 3)
+    assert actual.ratio_mean.item() == pytest.approx(1.0)
     k3 = [0.0, 0.5 - math.log(1.5), -0.5 - math.log(0.5)]
-    assert got.approx_kl.item() == pytest.approx(sum(k3) / 3)
-    assert not any(x.requires_grad for x in got)
+    assert actual.approx_kl.item() == pytest.approx(sum(k3) / 3)
+    assert not any(x.requires_grad for x in actual)
 
 
 # ----------------------------------------------------------------- slow loops from the papers
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.1, 0.2, 0.5]), st.booleans())
-def test_policy_loss_equals_equation_7_written_as_a_loop(seed, clip_ratio, weighted):
+def test_policy_loss_equals_equation_7_written_as_a_loop(seed, clip_ratio, is_weighted):
     new, old, advantages, loss_mask = random_batch(seed)
-    weights = torch.rand_like(new) * 2 if weighted else torch.ones_like(new)
+    weights = torch.rand_like(new) * 2 if is_weighted else torch.ones_like(new)
     total, clipped, tokens = 0.0, 0, 0
     for b, t in loss_mask.nonzero().tolist():
         ratio, a = math.exp(new[b, t] - old[b, t]), advantages[b, t].item()
-        within = min(max(ratio, 1 - clip_ratio), 1 + clip_ratio)
-        total -= weights[b, t].item() * min(ratio * a, within * a)
-        clipped += within * a < ratio * a
+        clipped_ratio = min(max(ratio, 1 - clip_ratio), 1 + clip_ratio)
+        total -= weights[b, t].item() * min(ratio * a, clipped_ratio * a)
+        clipped += clipped_ratio * a < ratio * a
         tokens += 1
-    got = policy_loss(
-        new, old, advantages, loss_mask, clip_ratio, is_weights=weights if weighted else None
+    actual = policy_loss(
+        new, old, advantages, loss_mask, clip_ratio, is_weights=weights if is_weighted else None
     )
-    assert got.loss.item() == pytest.approx(total / tokens)
-    assert got.clip_frac.item() == pytest.approx(clipped / tokens)
+    assert actual.loss.item() == pytest.approx(total / tokens)
+    assert actual.clip_frac.item() == pytest.approx(clipped / tokens)
 
 
 @settings(deadline=None, max_examples=40)
@@ -110,30 +110,30 @@ def test_value_loss_equals_its_definition_written_as_a_loop(seed, value_clip):
         total += 0.5 * max((v - r) ** 2, (v_clip - r) ** 2)
         clipped += (v_clip - r) ** 2 > (v - r) ** 2
         tokens += 1
-    got = value_loss(values, old_values, returns, loss_mask, value_clip)
-    assert got.loss.item() == pytest.approx(total / tokens)
-    assert got.clip_frac.item() == pytest.approx(clipped / tokens)
+    actual = value_loss(values, old_values, returns, loss_mask, value_clip)
+    assert actual.loss.item() == pytest.approx(total / tokens)
+    assert actual.clip_frac.item() == pytest.approx(clipped / tokens)
 
 
 @pytest.mark.parametrize(
-    ("value", "loss", "gradient", "why"),
+    ("value", "loss", "gradient", "reason"),
     [
-        (0.25, 0.5 * 0.75**2, -0.75, "near the old value: the plain squared error"),
-        (0.75, 0.5 * 0.5**2, 0.0, "towards the target beyond the clip: the clipped error counts"),
-        (-0.75, 0.5 * 1.75**2, -1.75, "away from the target: the larger, plain error counts"),
+        (0.25, 0.5 * 0.75**2, -0.75, "near the old value, the plain squared error counts"),
+        (0.75, 0.5 * 0.5**2, 0.0, "far towards the target, the clipped error counts"),
+        (-0.75, 0.5 * 1.75**2, -1.75, "away from the target, the larger plain error counts"),
     ],
 )
-def test_the_value_clip_stops_only_steps_towards_the_target(value, loss, gradient, why):
+def test_the_value_clip_stops_only_steps_towards_the_target(value, loss, gradient, reason):
     """Old value 0, target 1, clip 0.5: v_clip = 0.5 for v = 0.75."""
     values = torch.full((1, 1), value, dtype=torch.float64, requires_grad=True)
-    got = value_loss(values, torch.zeros_like(values), torch.ones_like(values), ones(1))
-    (slope,) = torch.autograd.grad(got.loss, values)
-    assert got.loss.item() == pytest.approx(loss), why
-    assert slope.item() == pytest.approx(gradient), why
-    assert got.clip_frac.item() == (gradient == 0.0), why
+    actual = value_loss(values, torch.zeros_like(values), torch.ones_like(values), ones_row(1))
+    (slope,) = torch.autograd.grad(actual.loss, values)
+    assert actual.loss.item() == pytest.approx(loss), reason
+    assert slope.item() == pytest.approx(gradient), reason
+    assert actual.clip_frac.item() == (gradient == 0.0), reason
 
 
-# ------------------------------------------------------------- one denominator for any split
+# --------------------------------------------------------- the same result for every split
 def split_losses(batch, slices, denominator, dtype):
     """Loss, gradient and metrics accumulated over micro-batches of rows."""
     new, old, advantages, loss_mask = batch
@@ -155,26 +155,26 @@ def split_losses(batch, slices, denominator, dtype):
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 5), max_size=4, unique=True))
 def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cuts):
-    """Trap 14: a mean per micro-batch makes the memory setting a hyper-parameter."""
+    """Trap 14: with a mean per micro-batch, the memory setting would change the training."""
     batch = random_batch(seed, dtype=torch.float32)
     loss_mask = batch[3]
-    loss_mask[0] = 0  # a row, perhaps a whole micro-batch, without policy tokens
+    loss_mask[0] = 0  # a row, perhaps a full micro-batch, without policy tokens
     loss_mask[1, 0] = 1
     tokens = float(loss_mask.sum())
     bounds = [0, *sorted(cuts), 6]
     slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-    whole, whole_gradient = split_losses(batch, [slice(0, 6)], tokens, torch.float32)
-    split, split_gradient = split_losses(batch, slices, tokens, torch.float32)
-    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(split_gradient, whole_gradient, atol=1e-6, rtol=1e-6)
-    assert split[-1].item() == pytest.approx(1.0)
+    expected, expected_gradient = split_losses(batch, [slice(0, 6)], tokens, torch.float32)
+    actual, actual_gradient = split_losses(batch, slices, tokens, torch.float32)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-6, rtol=1e-6)
+    assert actual[-1].item() == pytest.approx(1.0)
 
 
 # --------------------------------------------------------------- garbage on masked tokens
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("name", ["policy", "value", "k1", "k2", "k3"])
 def test_trap_4_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient(name, garbage):
-    """Trap 4: multiplying by the mask keeps NaN (NaN · 0 = NaN) and so poisons the whole batch."""
+    """Trap 4: multiplying by the mask keeps NaN (NaN · 0 = NaN), which spoils the full batch."""
 
     def run(batch):
         current = batch[0].clone().requires_grad_()
@@ -190,25 +190,25 @@ def test_trap_4_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient(name,
     clean = random_batch()
     masked = clean[3] == 0
     dirty = [x.masked_fill(masked, garbage) for x in clean[:3]] + [clean[3]]
-    want, want_gradient = run(clean)
-    got, got_gradient = run(dirty)
-    assert torch.equal(got, want) and torch.equal(got_gradient, want_gradient)
-    assert (got_gradient[masked] == 0).all()
+    expected, expected_gradient = run(clean)
+    actual, actual_gradient = run(dirty)
+    assert torch.equal(actual, expected) and torch.equal(actual_gradient, expected_gradient)
+    assert (actual_gradient[masked] == 0).all()
 
 
-def test_masked_garbage_reaches_no_weight_and_no_reward():
+def test_garbage_on_masked_tokens_does_not_reach_weights_or_rewards():
     new, old, rewards, loss_mask = random_batch()
     masked = loss_mask == 0
     weights = sampler_is_weights(new.masked_fill(masked, math.nan), old, loss_mask, cap=2.0)
     assert weights.isfinite().all() and (weights[masked] == 0).all()
-    got = kl_penalized_rewards(rewards, new.masked_fill(masked, math.inf), old, loss_mask, 0.1)
-    assert got.isfinite().all()
+    actual = kl_penalized_rewards(rewards, new.masked_fill(masked, math.inf), old, loss_mask, 0.1)
+    assert actual.isfinite().all()
     assert masked_sum(new.masked_fill(masked, math.nan), loss_mask).isfinite()
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_nan_on_a_policy_token_shows_in_the_loss_without_an_error(position):
-    """The training loop looks for it and skips the step; hiding it here would train on garbage."""
+def test_nan_on_a_policy_token_gives_a_nan_loss_and_no_error(position):
+    """The training loop checks for it and skips the step. Hiding it would train on garbage."""
     *inputs, loss_mask = random_batch()
     b, t = loss_mask.nonzero()[0].tolist()
     inputs[position][b, t] = math.nan
@@ -229,29 +229,29 @@ def test_gradients_match_finite_differences():
     assert check(entropy_from_logits, torch.randn(3, 7, dtype=torch.float64, requires_grad=True))
 
 
-def test_gradient_flows_through_the_current_policy_and_critic_only():
+def test_the_gradient_flows_only_through_the_current_policy_and_critic():
     batch = random_batch()
-    current, old, other = (x.clone().requires_grad_() for x in batch[:3])
+    current, old, targets = (x.clone().requires_grad_() for x in batch[:3])
     weights = torch.ones_like(old, requires_grad=True)
-    policy_loss(current, old, other, batch[3], is_weights=weights).loss.backward()
-    value_loss(current, old, other, batch[3]).loss.backward()
+    policy_loss(current, old, targets, batch[3], is_weights=weights).loss.backward()
+    value_loss(current, old, targets, batch[3]).loss.backward()
     kl_estimate(current, old, "k3").sum().backward()
     assert current.grad is not None
-    assert old.grad is None and other.grad is None and weights.grad is None
+    assert old.grad is None and targets.grad is None and weights.grad is None
     assert not sampler_is_weights(current, old, batch[3], 2.0).requires_grad
-    assert not kl_penalized_rewards(other, current, old, batch[3], 0.1).requires_grad
+    assert not kl_penalized_rewards(targets, current, old, batch[3], 0.1).requires_grad
 
 
 # ------------------------------------------------------------------------------------- KL
 def test_kl_estimators_by_hand():
     """π = 0.5, π_ref = 0.25: log r = −log 2."""
-    got = {k: kl_estimate(log(0.5), log(0.25), k).item() for k in ("k1", "k2", "k3")}
-    want = {"k1": math.log(2), "k2": 0.5 * math.log(2) ** 2, "k3": -0.5 + math.log(2)}
-    assert got == pytest.approx(want)
+    actual = {k: kl_estimate(log(0.5), log(0.25), k).item() for k in ("k1", "k2", "k3")}
+    expected = {"k1": math.log(2), "k2": 0.5 * math.log(2) ** 2, "k3": -0.5 + math.log(2)}
+    assert actual == pytest.approx(expected)
 
 
 def categorical(seed=0):
-    """All V outcomes of one token at once: logits with gradient, log π and log π_ref, (1, V)."""
+    """All V values of one token: logits with gradient, log π and log π_ref, (1, V) each."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, 6, generator=g, dtype=torch.float64).requires_grad_()
     ref = torch.randn(1, 6, generator=g, dtype=torch.float64).log_softmax(-1)
@@ -277,20 +277,20 @@ def test_k1_and_k3_are_unbiased(estimator):
 def test_as_a_loss_k1_does_nothing_k2_is_reverse_and_k3_forward_kl(estimator, divergence):
     """The trap: an unbiased estimate of KL is not an unbiased estimate of its gradient."""
     logits, log_p, ref = categorical()
-    sampled = (log_p.exp().detach() * kl_estimate(log_p, ref, estimator)).sum()  # E over samples
-    (got,) = torch.autograd.grad(sampled, logits, retain_graph=True)
-    (want,) = torch.autograd.grad(divergence(log_p, ref), logits)
-    torch.testing.assert_close(got, want)
+    loss = (log_p.exp().detach() * kl_estimate(log_p, ref, estimator)).sum()  # E over samples
+    (actual,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence(log_p, ref), logits)
+    torch.testing.assert_close(actual, expected)
 
 
-def test_kl_in_the_reward_is_charged_on_policy_tokens_only():
-    """Trap 1: a misplaced reward stays where it is, so that the estimators refuse it."""
+def test_kl_in_the_reward_is_subtracted_only_on_policy_tokens():
+    """Trap 1: a misplaced reward is kept in place, so the estimators will reject it."""
     token_rewards = torch.tensor([[0.0, 2.0, 1.0]]).double()
     loss_mask = torch.tensor([[1, 0, 1]])
-    got = kl_penalized_rewards(
+    actual = kl_penalized_rewards(
         token_rewards, log(0.5, 0.9, 0.5), log(0.25, 0.1, 0.5), loss_mask, 0.1
     )
-    assert got[0].tolist() == pytest.approx([-0.1 * math.log(2), 2.0, 1.0])
+    assert actual[0].tolist() == pytest.approx([-0.1 * math.log(2), 2.0, 1.0])
 
 
 # -------------------------------------------------------------------------------- entropy
@@ -303,7 +303,7 @@ def test_entropy_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_entropy_is_stable_at_large_logits_and_over_a_large_vocabulary(dtype):
-    """Summed in bf16, 50,000 equal terms stop adding up long before the end."""
+    """A sum of 50,000 equal terms in bf16 would stop growing long before the end."""
     uniform = entropy_from_logits(torch.full((1, 50_000), 300.0, dtype=dtype))
     assert uniform.dtype == torch.float32
     assert uniform.item() == pytest.approx(math.log(50_000), rel=1e-5)
@@ -322,15 +322,15 @@ def test_forbidden_tokens_have_no_entropy_and_no_gradient():
 
 # ------------------------------------------------------------------- sampler correction
 def test_sampler_weights_are_truncated_from_above_only():
-    got = sampler_is_weights(
+    actual = sampler_is_weights(
         log(0.5, 0.5, 0.1, 0.5), log(0.4, 0.01, 0.5, 0.1), torch.tensor([[1, 1, 1, 0]]), 2
     )
-    assert got[0].tolist() == pytest.approx([1.25, 2.0, 0.2, 0.0])
+    assert actual[0].tolist() == pytest.approx([1.25, 2.0, 0.2, 0.0])
 
 
-# --------------------------------------------------------- what an optimizer step descends
-def scored(ref=None):
-    """Three policy tokens: ratios 1, 1.5, 0.5; sampler log-probs above, below and equal."""
+# ------------------------------------------------------------- the loss of an optimizer step
+def loss_input(ref=None):
+    """Three policy tokens: ratios 1, 1.5, 0.5; the sampler's log-probs above, below and equal."""
     return LossInput(
         log_probs=log(0.4, 0.6, 0.1, 0.9),
         entropy=torch.tensor([[1.0, 2.0, 3.0, 9.0]]).double(),
@@ -345,19 +345,19 @@ def scored(ref=None):
 CLIPPED = [0.8 * 1.0, 2.0 * 1.2, -1.0 * 2 * 0.8]  # w · min(ρA, clip(ρ)A); w = 0.8, cap 2, 1
 
 
-def test_a_step_descends_its_terms_and_logs_them_by_hand():
-    """Denominator 6, as if three more tokens were in another micro-batch; a quarter says nothing,
-    which scales the clipped loss and nothing else, and is not in what is logged."""
+def test_the_loss_of_a_step_and_its_metrics_by_hand():
+    """Denominator 6, as if three more tokens were in another micro-batch. The signal share of 0.75
+    only scales the clipped loss, and the logged loss does not contain it."""
     objective = Objective(entropy_coef=0.1, kl_loss_coef=0.5, kl_estimator="k2", sampler_is_cap=2)
-    loss, metrics = policy_objective(scored(ref=log(0.2, 0.6, 0.4, 0.1)), objective, 6, 0.75)
+    loss, metrics = policy_objective(loss_input(ref=log(0.2, 0.6, 0.4, 0.1)), objective, 6, 0.75)
     clipped, entropy = -sum(CLIPPED) / 6, (1 + 2 + 3) / 6
     kl = (0.5 * math.log(2) ** 2 + 0 + 0.5 * math.log(4) ** 2) / 6
-    others = -0.1 * entropy + 0.5 * kl
-    assert loss.item() == pytest.approx(0.75 * clipped + others)
-    got = {name: value.item() for name, value in metrics.items()}
-    assert got == pytest.approx(
+    terms = -0.1 * entropy + 0.5 * kl
+    assert loss.item() == pytest.approx(0.75 * clipped + terms)
+    actual = {name: value.item() for name, value in metrics.items()}
+    assert actual == pytest.approx(
         {
-            "policy/loss": clipped + others,
+            "policy/loss": clipped + terms,
             "policy/entropy": entropy,
             "policy/kl": kl,
             "policy/clip_frac": 2 / 6,
@@ -371,7 +371,7 @@ def test_a_step_descends_its_terms_and_logs_them_by_hand():
 
 @pytest.mark.parametrize(("cap", "weights"), [(0, None), (1, (0.8, 1, 1)), (5, (0.8, 4, 1))])
 def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
-    _, metrics = policy_objective(scored(), Objective(sampler_is_cap=cap), 3)
+    _, metrics = policy_objective(loss_input(), Objective(sampler_is_cap=cap), 3)
     terms = [x / w for x, w in zip(CLIPPED, (0.8, 2, 1))]
     clipped = [x * w for x, w in zip(terms, weights or (1, 1, 1))]
     assert metrics["policy/loss"].item() == pytest.approx(-sum(clipped) / 3)
@@ -381,7 +381,7 @@ def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
 
 
 def test_weighted_imitation_by_hand():
-    """Weights 2 and ½: −(2·(−1 − 2) + ½·(−4)) / 3 = 8/3: three tokens, whatever they weigh."""
+    """Weights 2 and ½: −(2·(−1 − 2) + ½·(−4)) / 3 = 8/3. The denominator ignores the weights."""
     log_probs = torch.tensor([[-1.0, -2.0], [-4.0, math.nan]]).requires_grad_()
     mask = torch.tensor([[1, 1], [1, 0]])
     loss = imitation_loss(log_probs, mask, 3, torch.tensor([2, 0.5]))
@@ -393,14 +393,14 @@ def test_weighted_imitation_by_hand():
 
 # ---------------------------------------------------------------------------- controllers
 def test_the_adaptive_controller_by_hand():
-    """β 0.1, target 6, horizon 10000, 256 trajectories: the error is clipped to ±0.2."""
+    """β 0.1, target 6, horizon 10000, 256 trajectories. The error is clipped to ±0.2."""
     for observed, error in ((600.0, 0.2), (0.0, -0.2), (6.6, 0.1), (6.0, 0.0)):
         controller = AdaptiveKLController(0.1, target=6.0, horizon=10_000)
         controller.update(observed, 256)
         assert controller.value == pytest.approx(0.1 * (1 + error * 256 / 10_000))
 
 
-# ------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------- bad inputs
 x = torch.zeros(2, 3)
 
 
@@ -417,10 +417,10 @@ x = torch.zeros(2, 3)
         (lambda: kl_penalized_rewards(x, x[0], x, x, 0.1), r"log_probs is \(3,\), expected"),
     ],
 )
-def test_misuse_is_refused_with_what_was_got_and_what_to_do(call, message):
+def test_an_error_names_the_wrong_shape_and_the_expected_one(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_examples_in_the_docstrings_are_what_the_code_prints():
+def test_the_examples_in_the_docstrings_run():
     assert doctest.testmod(losses).failed == 0

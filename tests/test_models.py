@@ -1,4 +1,4 @@
-"""models.py against the plain computation: all logits, one softmax, nothing clever."""
+"""models.py compared with the direct computation: all logits and one softmax."""
 
 import contextlib
 
@@ -33,7 +33,7 @@ MASK = torch.tensor(
 
 
 def test_a_model_is_trained_without_its_dropout(tmp_path):
-    """Else what is scored is a draw: DPO's reference, the held-out loss, the ratio's start."""
+    """Dropout would make scores random: DPO's reference, the held-out loss, the initial ratio."""
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)
     assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
@@ -44,15 +44,15 @@ def test_a_model_is_trained_without_its_dropout(tmp_path):
     assert torch.equal(first, second)
 
 
-def test_all_ends_of_a_turn_that_a_checkpoint_names_are_known(tmp_path):
+def test_all_stop_ids_of_a_checkpoint_are_used(tmp_path):
     assert stop_ids_of(str(tmp_path)) == ()
-    for named, ids in ((7, (7,)), ([7, 9], (7, 9)), (None, ())):
-        GenerationConfig(eos_token_id=named).save_pretrained(tmp_path)
+    for eos, ids in ((7, (7,)), ([7, 9], (7, 9)), (None, ())):
+        GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
         assert stop_ids_of(str(tmp_path)) == ids
 
 
 def small_lm(tied=True):
-    """A causal LM of a few thousand weights, random enough that every token has its own opinion."""
+    """A causal LM with a few thousand weights, large enough for clearly different predictions."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = Qwen2Config(
@@ -79,13 +79,13 @@ def input_ids():
 
 
 def plain_log_probs(lm, input_ids, temperature):
-    """log_probs and entropy (B, T) from the logits of the whole sequence, 0 in column 0."""
+    """log_probs and entropy (B, T) from the logits of the full sequence, 0 in column 0."""
     logits = lm(input_ids=input_ids).logits.float() / temperature  # (B, T, V)
     log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)  # (B, T)
-    chosen = log_probs[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)  # (B, T-1)
+    of_tokens = log_probs[:, :-1].gather(-1, input_ids[:, 1:, None]).squeeze(-1)  # (B, T-1)
     pad = torch.nn.functional.pad
-    return pad(chosen, (1, 0)), pad(entropy[:, :-1], (1, 0))
+    return pad(of_tokens, (1, 0)), pad(entropy[:, :-1], (1, 0))
 
 
 # ----------------------------------------------------------------------------------- policy
@@ -108,7 +108,7 @@ def test_log_probs_and_entropy_are_those_of_a_softmax_over_all_logits(
 
 @pytest.mark.parametrize("head_chunk", [2, 1024])
 def test_gradients_are_those_of_a_softmax_over_all_logits(lm, input_ids, head_chunk, monkeypatch):
-    """The head is run again in the backward pass, in slices; its gradient adds up all the same."""
+    """The backward pass runs the head again, in slices, and their gradients add up."""
     monkeypatch.setitem(models.HEAD_BYTES, "cpu", head_chunk * 4 * 40)  # vocabulary 40
     weights = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(2))
 
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_a_softmax_over_all_logits(lm, input_ids, head_ch
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_padding_changes_nothing_whatever_id_it_is(lm, input_ids):
+def test_padding_with_any_id_changes_nothing(lm, input_ids):
     policy = PolicyModel(lm)
     alone = [
         policy(input_ids[row : row + 1, :n], MASK[row : row + 1, :n])
@@ -148,16 +148,16 @@ def critic_of(lm):
     return critic
 
 
-def test_values_are_the_heads_reading_one_position_to_the_left(lm, input_ids):
+def test_the_value_before_a_token_comes_from_the_hidden_state_to_its_left(lm, input_ids):
     critic = critic_of(lm)
     values = critic(input_ids, MASK)
     hidden = lm.base_model(input_ids=input_ids).last_hidden_state
-    reading = critic.value_head(hidden).squeeze(-1)
-    expected = torch.nn.functional.pad(reading[:, :-1], (1, 0)) * MASK
+    outputs = critic.value_head(hidden).squeeze(-1)
+    expected = torch.nn.functional.pad(outputs[:, :-1], (1, 0)) * MASK
     torch.testing.assert_close(values, expected)
 
 
-def test_a_fresh_critic_predicts_zero_and_learns(lm, input_ids):
+def test_a_new_critic_predicts_zero_and_learns(lm, input_ids):
     critic = CriticModel(lm.base_model)
     values = critic(input_ids, MASK)
     assert not values.any() and values.dtype == torch.float32
@@ -174,7 +174,9 @@ def tiny():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_saved_policy_loads_with_transformers_and_says_the_same(tied, tiny, input_ids, tmp_path):
+def test_a_saved_policy_loads_with_transformers_and_scores_the_same(
+    tied, tiny, input_ids, tmp_path
+):
     policy = PolicyModel(small_lm(tied))
     before = {name: p.clone() for name, p in policy.lm.state_dict().items()}
     save_policy(policy, load_tokenizer(tiny), tmp_path)
@@ -213,7 +215,7 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
     **{"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3},
 }
-FAMILIES = {  # family: (its own options, whether samples may share their opening)
+FAMILIES = {  # family -> (options, can samples share their opening?)
     "llama": ({}, True),
     "granite": ({"logits_scaling": 8.0}, True),
     "cohere": ({"logit_scale": 0.25}, True),
@@ -230,8 +232,8 @@ def of_family(name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_models_own_log_probs_are_given_whatever_it_does_to_its_logits(family, tmp_path):
-    """And a model whose samples would see each other in a packed row is refused."""
+def test_log_probs_equal_those_of_the_model_in_every_family(family, tmp_path):
+    """A model that would mix samples in a packed row is refused."""
     lm = of_family(family)
     lm.save_pretrained(tmp_path)
     can_share = FAMILIES[family][1]
@@ -240,24 +242,24 @@ def test_a_models_own_log_probs_are_given_whatever_it_does_to_its_logits(family,
         load_policy(str(tmp_path))
     policy = load_policy(str(tmp_path), share_prefix=False)
     ids = torch.randint(97, MASK.shape, generator=torch.Generator().manual_seed(1))
-    own = lm.eval()(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
-    expected = own.gather(-1, ids[:, 1:, None]).squeeze(-1) * MASK[:, 1:]
+    log_probs = lm.eval()(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
+    expected = log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1) * MASK[:, 1:]
     torch.testing.assert_close(policy.eval()(ids, MASK)[0][:, 1:], expected, atol=1e-5, rtol=0)
 
 
-def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused(tmp_path, monkeypatch):
+def test_a_model_that_transforms_its_logits_in_an_unknown_way_is_refused(tmp_path, monkeypatch):
     of_family("granite").save_pretrained(tmp_path)
     monkeypatch.setattr(models, "final_logits", lambda config, logits: logits)
     with pytest.raises(ValueError, match="not a plain softmax"):
         load_policy(str(tmp_path), share_prefix=False)
 
 
-def test_a_checkpoint_with_a_temperature_and_no_do_sample_can_be_saved(tmp_path):
+def test_a_checkpoint_with_a_temperature_and_without_do_sample_can_be_saved(tmp_path):
     lm = of_family("llama")
-    lm.save_pretrained(tmp_path / "theirs")
-    (tmp_path / "theirs/generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
-    policy = load_policy(str(tmp_path / "theirs"))
+    lm.save_pretrained(tmp_path / "in")
+    (tmp_path / "in/generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    policy = load_policy(str(tmp_path / "in"))
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
-    save_policy(policy, tokenizer, tmp_path / "ours")
-    assert GenerationConfig.from_pretrained(tmp_path / "ours").temperature == 0.9
-    load_policy(str(tmp_path / "ours"))
+    save_policy(policy, tokenizer, tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.9
+    load_policy(str(tmp_path / "out"))

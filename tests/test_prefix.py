@@ -1,4 +1,4 @@
-"""Prefix sharing changes how much is computed and nothing else."""
+"""scale/prefix.py: prefix sharing only changes the amount of computation."""
 
 from dataclasses import replace
 
@@ -13,15 +13,15 @@ from scale.prefix import pack
 from update import forward_policy
 
 
-def make(openings: list[list[int]], owns: list[list[list[int]]]) -> Batch:
-    """A padded batch; openings[g] is shared by the samples owns[g]; half of every own part is
-    policy."""
+def make(openings: list[list[int]], tails: list[list[list[int]]]) -> Batch:
+    """A padded batch in which the samples of group g are openings[g] followed by tails[g]. The
+    policy sampled half of every tail."""
     rows, masks, groups = [], [], []
-    for g, (opening, samples) in enumerate(zip(openings, owns, strict=True)):
-        for own in samples:
-            rows.append(opening + own)
-            half = (len(own) + 1) // 2
-            masks.append([0] * len(opening) + [1] * half + [0] * (len(own) - half - 1) + [1])
+    for g, (opening, samples) in enumerate(zip(openings, tails, strict=True)):
+        for tail in samples:
+            rows.append(opening + tail)
+            half = (len(tail) + 1) // 2
+            masks.append([0] * len(opening) + [1] * half + [0] * (len(tail) - half - 1) + [1])
             masks[-1] = masks[-1][: len(rows[-1])]
             groups.append(g)
     width = max(map(len, rows))
@@ -36,15 +36,13 @@ def make(openings: list[list[int]], owns: list[list[list[int]]]) -> Batch:
 def batch() -> Batch:
     torch.manual_seed(1)
 
-    def some(n: int) -> list[int]:
+    def ids(n: int) -> list[int]:
         return torch.randint(3, 1000, (n,)).tolist()
 
-    return make(
-        [some(23), some(9)], [[some(n) for n in (7, 1, 12, 4)], [some(n) for n in (5, 5, 30)]]
-    )
+    return make([ids(23), ids(9)], [[ids(n) for n in (7, 1, 12, 4)], [ids(n) for n in (5, 5, 30)]])
 
 
-def test_a_small_group_packed() -> None:
+def test_a_small_group_as_a_packed_row() -> None:
     small = make([[5, 6]], [[[7, 8], [9]]])
     packed = pack(small)
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
@@ -58,25 +56,25 @@ def test_a_small_group_packed() -> None:
     "parts",
     [None, (2, 2, 2), (2, 2, 0, 2), (2, 1, 9), (3, 7, 7), (1, 2, 3, 4)],  # None: an ordinary row
 )
-def test_tree_attention_is_attention_under_the_mask_of_a_tree(parts: tuple[int, ...]) -> None:
-    """Behind a short opening the rows of the opening are computed again and dropped; neither the
-    result nor a gradient may show it."""
+def test_tree_attention_equals_attention_with_the_mask_of_a_tree(parts: tuple[int, ...]) -> None:
+    """After a short opening, the rows of the opening are computed again and dropped. This must not
+    change the result or a gradient."""
     length = sum(parts or (6,))
     tree = torch.ones(length, length, dtype=torch.bool).tril()
     if parts:
         part_of = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
-        tree &= (part_of[:, None] == part_of) | (part_of == 0)  # own part, or P
+        tree &= (part_of[:, None] == part_of) | (part_of == 0)  # the same part, or P
     torch.manual_seed(0)
     heads = (4, 2, 2)  # of q, k, v: two heads to a key
     inputs = [torch.randn(1, n, length, 8, requires_grad=True) for n in heads]
     weights = torch.randn(1, length, 4, 8)
     attend = torch.nn.functional.scaled_dot_product_attention
-    wanted = attend(*inputs, attn_mask=tree, enable_gqa=True).transpose(1, 2)
-    expected = torch.autograd.grad((wanted * weights).sum(), inputs)
-    got, _ = tree_attention(None, *inputs, None, parts=parts)
-    torch.testing.assert_close(got, wanted)
-    actual = torch.autograd.grad((got * weights).sum(), inputs)
+    expected = attend(*inputs, attn_mask=tree, enable_gqa=True).transpose(1, 2)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    actual, _ = tree_attention(None, *inputs, None, parts=parts)
     torch.testing.assert_close(actual, expected)
+    actual_gradients = torch.autograd.grad((actual * weights).sum(), inputs)
+    torch.testing.assert_close(actual_gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
@@ -91,7 +89,7 @@ def test_attention_that_is_not_plain_is_refused(name: str) -> None:
 def outcome(
     policy: torch.nn.Module, batch: Batch, objective: Objective
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Log-probs, entropies and the gradient of a weighted sum of both."""
+    """Log-probs, entropies and the gradients of a weighted sum of both."""
     policy.zero_grad()
     log_probs = torch.zeros(batch.loss_mask.shape)
     entropies = torch.zeros(batch.loss_mask.shape)

@@ -1,4 +1,4 @@
-"""The horizon of a training step: hand-worked tables, every boundary, and resuming (trap 11)."""
+"""schedulers.py: tables worked out on paper, every boundary, and resuming (trap 11)."""
 
 import doctest
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import schedulers
 from schedulers import FixedRoundsScheduler, RoundsScheduler, StepRoundsScheduler, make_scheduler
 
-# The released schedules (rounds, steps between two horizons) and hand-worked (step, rounds) pairs.
+# The released schedules: rounds, steps per horizon, and step -> rounds worked out on paper.
 RELEASED = {
     "textcraft": ([10, 20, 30], 100, {1: 10, 100: 10, 101: 20, 200: 20, 201: 30, 300: 30, 301: 30}),
     "babyai": ([6, 13, 20], 100, {1: 6, 50: 6, 100: 6, 101: 13, 150: 13, 201: 20, 9999: 20}),
@@ -26,16 +26,16 @@ def test_the_released_schedules_give_the_hand_worked_rounds(env):
 
 
 def literal_rounds(rounds, steps_scaling_inter, num_steps):
-    """The paper's recursion, step by step: after every Δ steps take the next horizon, if any."""
-    phase, done_in_phase, used = 0, 0, []
+    """The paper's recursion: after every Δ steps, go to the next horizon if there is one."""
+    phase, steps_in_phase, horizons = 0, 0, []
     for _ in range(num_steps):
-        if done_in_phase == steps_scaling_inter:
-            done_in_phase = 0
+        if steps_in_phase == steps_scaling_inter:
+            steps_in_phase = 0
             if phase + 1 < len(rounds):
                 phase += 1
-        used.append(rounds[phase])
-        done_in_phase += 1
-    return used
+        horizons.append(rounds[phase])
+        steps_in_phase += 1
+    return horizons
 
 
 schedules = st.tuples(
@@ -47,47 +47,47 @@ schedules = st.tuples(
 def test_the_closed_form_equals_the_literal_recursion(schedule, num_steps):
     rounds, steps_scaling_inter = schedule
     scheduler = StepRoundsScheduler(steps_scaling_inter, rounds)
-    used = [scheduler.rounds_at(step) for step in range(1, num_steps + 1)]
-    assert used == literal_rounds(rounds, steps_scaling_inter, num_steps)
-    assert used == sorted(used), "the horizon narrowed"
+    horizons = [scheduler.rounds_at(step) for step in range(1, num_steps + 1)]
+    assert horizons == literal_rounds(rounds, steps_scaling_inter, num_steps)
+    assert horizons == sorted(horizons), "the horizon decreased"
 
 
 def play(scheduler: RoundsScheduler, num_steps: int) -> list[int]:
-    used = []
+    horizons = []
     for _ in range(num_steps):
-        used.append(scheduler.get_rounds())
+        horizons.append(scheduler.get_rounds())
         scheduler.step()
-    return used
+    return horizons
 
 
-# Trap 11: AgentGym-RL resumed at step 100 of [10, 20, 30] @ 100 uses 30 rounds for 99 of the next
-# 100 steps instead of 20.
+# Trap 11: when AgentGym-RL resumes at step 100 of [10, 20, 30] @ 100, it uses 30 rounds instead of
+# 20 for 99 of the next 100 steps.
 
 
 def test_a_run_resumed_at_step_100_uses_20_rounds_for_the_next_100_steps():
-    resumed = StepRoundsScheduler(100, [10, 20, 30])
-    resumed.set_global_steps(100)
-    assert play(resumed, 101) == [20] * 100 + [30]
+    scheduler = StepRoundsScheduler(100, [10, 20, 30])
+    scheduler.set_global_steps(100)
+    assert play(scheduler, 101) == [20] * 100 + [30]
 
 
-@pytest.mark.parametrize("stopped_after", range(26))
-def test_resuming_at_any_step_equals_the_uninterrupted_run(stopped_after):
+@pytest.mark.parametrize("num_steps", range(26))
+def test_resuming_at_any_step_equals_the_uninterrupted_run(num_steps):
     uninterrupted = play(StepRoundsScheduler(7, [2, 4, 8]), 26)
     first = StepRoundsScheduler(7, [2, 4, 8])
-    before = play(first, stopped_after)
-    saved = first.state_dict()
+    horizons = play(first, num_steps)
+    state = first.state_dict()
     second = StepRoundsScheduler(7, [2, 4, 8])
-    second.load_state_dict(saved)
-    assert before + play(second, 26 - stopped_after) == uninterrupted
+    second.load_state_dict(state)
+    assert horizons + play(second, 26 - num_steps) == uninterrupted
 
 
-def test_fixed_rounds_never_change_and_count_steps_all_the_same():
+def test_fixed_rounds_never_change_and_steps_are_still_counted():
     scheduler = FixedRoundsScheduler(30)
     assert play(scheduler, 5) == [30] * 5
     assert scheduler.state_dict() == {"global_steps": 5}
 
 
-def test_the_factory_makes_both_kinds_from_the_command_line_values():
+def test_make_scheduler_makes_both_kinds_from_command_line_options():
     assert isinstance(make_scheduler("fixed", [20], 100), FixedRoundsScheduler)
     scaling = make_scheduler("scaling_inter_stepwise", [6, 13, 20], 10)
     assert [scaling.rounds_at(step) for step in (10, 11, 20, 21)] == [6, 13, 13, 20]
@@ -108,7 +108,7 @@ SCALING = "scaling_inter_stepwise"
         (SCALING, [10, 20], 0, "--steps-scaling-inter 0 must be an integer >= 1"),
     ],
 )
-def test_a_bad_option_is_named(kind, rounds, interval, message):
+def test_an_error_names_the_bad_option(kind, rounds, interval, message):
     with pytest.raises(ValueError, match=message):
         make_scheduler(kind, rounds, interval)
 
@@ -120,7 +120,7 @@ def test_training_steps_are_counted_from_1(scheduler, step):
         scheduler.rounds_at(step)
 
 
-def test_a_count_or_state_that_makes_no_sense_is_refused_and_changes_nothing():
+def test_a_negative_number_of_steps_is_refused_and_changes_nothing():
     scheduler = FixedRoundsScheduler(3)
     scheduler.set_global_steps(4)
     with pytest.raises(ValueError, match=r"set_global_steps\(-1\)"):
