@@ -1,4 +1,4 @@
-"""The passes of one training step: steps counted, splits that do not matter, bad numbers."""
+"""update.py: the number of steps, results that do not depend on splits, and bad numbers."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from train import keep_num_steps
 from update import Learner, score_critic, score_policy
 
 LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
-POLICY_TOKENS = (8, 1, 3, 2, 1, 4)  # of which the policy sampled the last ones
+POLICY_TOKENS = (8, 1, 3, 2, 1, 4)  # the last tokens of each row, which the policy sampled
 WIDE = Objective(
     mini_batch_size=64,
     max_tokens_per_micro_batch=10_000,
@@ -41,8 +41,8 @@ def learner_of(model, optimizer):
 
 
 @pytest.fixture(autouse=True)
-def share_whatever_there_is(monkeypatch):
-    """The rows here are short; where sharing pays is a matter of speed."""
+def share_even_short_prefixes(monkeypatch):
+    """The rows here are short, and speed does not matter."""
     monkeypatch.setattr(update, "MIN_SHARED", 0.0)
 
 
@@ -59,7 +59,7 @@ def make_critic():
 
 @pytest.fixture
 def batch():
-    """Two samples of each of three tasks, different in length and in how much the policy wrote."""
+    """Two samples for each of three tasks, with different lengths and numbers of policy tokens."""
     generator = torch.Generator().manual_seed(0)
     rows, width = len(LENGTHS), max(LENGTHS)
     ids = torch.randint(3, 64, (rows, width), generator=generator)
@@ -106,20 +106,20 @@ def policy_step(
     seed=0,
     signal_share=1.0,
 ):
-    """`update_policy` on the batch with these added."""
-    added = dict(advantages=advantages, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+    """`update_policy` on the batch with these fields set."""
+    fields = dict(advantages=advantages, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     learner = learner_of(policy, optimizer)
-    return update.update_policy(learner, replace(batch, **added), objective, seed, signal_share)
+    return update.update_policy(learner, replace(batch, **fields), objective, seed, signal_share)
 
 
 def critic_step(critic, optimizer, batch, values, returns, objective):
-    """`update_critic` on the batch with these added."""
+    """`update_critic` on the batch with these fields set."""
     learner = learner_of(critic, optimizer)
     return update.update_critic(learner, replace(batch, values=values, returns=returns), objective)
 
 
-def moved(batch, advantages, objective, lr=1.0, **options):
-    """(how far one update with SGD moves the policy's parameters, its metrics)."""
+def sgd_update(batch, advantages, objective, lr=1.0, **options):
+    """(change of the policy's parameters in one update with SGD, its metrics)."""
     policy = make_policy()
     before = flat(policy)
     metrics = policy_step(policy, sgd(policy, lr), batch, advantages, objective, **options)
@@ -134,7 +134,7 @@ class CountingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-# --- Trap 3: ppo_epochs is read, and one pass is taken whatever it says ---------------------------
+# --- Trap 3: ppo_epochs is read, but only one pass is made ----------------------------------------
 
 
 @pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, 64, 1), (1, 4, 2), (3, 2, 9)])
@@ -143,24 +143,24 @@ def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
 ):
     policy = make_policy()
     optimizer = CountingSGD(policy.parameters(), lr=1e-3)
-    seen = []
-    policy.register_forward_hook(lambda module, args, out: seen.extend(args[0][:, 0].tolist()))
+    visited = []
+    policy.register_forward_hook(lambda module, args, out: visited.extend(args[0][:, 0].tolist()))
     objective = replace(WIDE, ppo_epochs=epochs, mini_batch_size=mini_batch)
     old = log_probs_of(make_policy(), batch)
     metrics = policy_step(policy, optimizer, batch, advantages, objective, old)
     assert optimizer.num_steps == metrics["policy/optimizer_steps"] == steps
     assert objective.num_optimizer_steps(len(batch)) == steps
-    assert sorted(seen) == sorted(batch.input_ids[:, 0].tolist() * epochs)
+    assert sorted(visited) == sorted(batch.input_ids[:, 0].tolist() * epochs)
 
 
-def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(batch, advantages):
+def test_each_epoch_visits_rows_in_a_new_order_that_depends_on_the_seed(batch, advantages):
     def order_of(seed):
-        policy, seen = make_policy(), []
-        policy.register_forward_hook(lambda module, args, out: seen.append(args[0][0].tolist()))
+        policy, visited = make_policy(), []
+        policy.register_forward_hook(lambda module, args, out: visited.append(args[0][0].tolist()))
         objective = replace(WIDE, ppo_epochs=2, mini_batch_size=1)
         old = log_probs_of(make_policy(), batch)
         policy_step(policy, sgd(policy, 0.0), batch, advantages, objective, old, None, seed)
-        return seen
+        return visited
 
     first = order_of(1)
     assert first == order_of(1)
@@ -168,7 +168,7 @@ def test_each_epoch_meets_the_rows_in_another_order_and_a_seed_repeats_it(batch,
     assert first[:6] != first[6:]
 
 
-def test_a_critics_mini_batches_that_were_not_finite_are_counted(batch, advantages):
+def test_skipped_mini_batches_of_the_critic_are_counted(batch, advantages):
     critic = make_critic()
     values = values_of(critic, batch)
     objective = replace(WIDE, mini_batch_size=3)
@@ -178,7 +178,7 @@ def test_a_critics_mini_batches_that_were_not_finite_are_counted(batch, advantag
     assert metrics["critic/skipped_steps"] == 2 and torch.equal(flat(critic), before)
 
 
-# --- Trap 14: a mean per micro-batch and then the mean of means depends on the split -------------
+# --- Trap 14: a mean of the means of micro-batches would depend on the split ---------------------
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
@@ -195,37 +195,38 @@ def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
     objective = replace(objective, loss_agg=loss_agg)
     split = replace(objective, max_tokens_per_micro_batch=max_tokens, share_prefix=share_prefix)
     assert len(cut_micro_batches(batch, range(len(batch)), max_tokens, share_prefix)) > 1
-    whole, whole_metrics = moved(batch, advantages, objective, **options)
-    parts, parts_metrics = moved(batch, advantages, split, **options)
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
-    assert parts_metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
+    expected, expected_metrics = sgd_update(batch, advantages, objective, **options)
+    actual, metrics = sgd_update(batch, advantages, split, **options)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
 
 
-def step_down(batch, loss_of):
-    """Minus the gradient of `loss_of(log_probs, entropy)`, one forward over all rows."""
+def negative_gradient(batch, loss_of):
+    """Minus the gradient of `loss_of(log_probs, entropy)`, from one forward pass over all rows."""
     policy = make_policy()
     loss_of(*policy(batch.input_ids, batch.loss_mask)).backward()
     return -torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
 def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(batch, advantages):
-    """-1/N Σ A log π; with seq-mean every trajectory counts alike."""
+    """-1/N Σ A log π; with seq-mean, every trajectory has the same weight."""
     counts = batch.loss_mask.sum(-1)
-    expected = {
-        "token-mean": step_down(batch, lambda x, _: -(x * advantages).sum() / counts.sum()),
-        "seq-mean": step_down(batch, lambda x, _: -((x * advantages).sum(-1) / counts).mean()),
+    losses = {
+        "token-mean": lambda x, _: -(x * advantages).sum() / counts.sum(),
+        "seq-mean": lambda x, _: -((x * advantages).sum(-1) / counts).mean(),
     }
+    expected = {name: negative_gradient(batch, loss_of) for name, loss_of in losses.items()}
     assert (expected["token-mean"] - expected["seq-mean"]).abs().max() > 1e-2
     for max_tokens in (1, 10_000):
         for loss_agg, step in expected.items():
             objective = replace(WIDE, max_tokens_per_micro_batch=max_tokens, loss_agg=loss_agg)
-            actual, metrics = moved(batch, advantages, objective)
+            actual, metrics = sgd_update(batch, advantages, objective)
             torch.testing.assert_close(actual, step, atol=1e-5, rtol=1e-5)
-        even = (advantages.sum(-1) / counts).mean()  # every ratio is 1
-        assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
+        seq_mean = (advantages.sum(-1) / counts).mean()  # every ratio is 1
+        assert metrics["policy/loss"] == pytest.approx(-float(seq_mean), abs=1e-5)
 
 
-def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(batch, advantages):
+def test_kl_and_entropy_are_averaged_like_the_clipped_term_but_logged_by_token(batch, advantages):
     ref, mask = log_probs_of(make_policy(2), batch), batch.loss_mask
     means = {}
 
@@ -237,34 +238,32 @@ def test_kl_and_entropy_are_averaged_as_the_clipped_term_is_and_logged_by_token(
         by_token = (log_probs - log_probs.detach()).exp() * -advantages + 0.2 * kl - 0.3 * entropy
         return (torch.where(mask.bool(), by_token, 0.0).sum(-1) / mask.sum(-1)).mean()
 
-    expected = step_down(batch, loss_of)
+    expected = negative_gradient(batch, loss_of)
     objective = replace(WIDE, entropy_coef=0.3, kl_loss_coef=0.2, loss_agg="seq-mean")
     for max_tokens in (1, 10_000):
-        asked = replace(objective, max_tokens_per_micro_batch=max_tokens)
-        step, metrics = moved(batch, advantages, asked, ref_log_probs=ref)
+        split = replace(objective, max_tokens_per_micro_batch=max_tokens)
+        step, metrics = sgd_update(batch, advantages, split, ref_log_probs=ref)
         torch.testing.assert_close(step, expected, atol=1e-5, rtol=1e-5)
         assert {name: metrics[name] for name in means} == pytest.approx(means, rel=1e-4)
 
 
-@pytest.mark.parametrize(("size", "parts"), [(4, [3, 3]), (5, [3, 3]), (6, [6]), (2, [2, 2, 2])])
-def test_mini_batches_are_of_equal_sizes(batch, size, parts):
-    """A rest of a few rows would take as large a step as all the others together."""
+@pytest.mark.parametrize(("size", "sizes"), [(4, [3, 3]), (5, [3, 3]), (6, [6]), (2, [2, 2, 2])])
+def test_mini_batches_have_equal_sizes(batch, size, sizes):
+    """A small last mini-batch would get as large a step as a full one."""
     objective = replace(WIDE, mini_batch_size=size)
-    found = list(update._mini_batches(batch, objective, seed=0))
-    assert [len(rows) for rows in found] == parts == sorted(parts)
-    assert sorted(row for rows in found for row in rows) == list(range(6))
-    assert len(found) == objective.num_optimizer_steps(6)
+    mini_batches = list(update._mini_batches(batch, objective, seed=0))
+    assert [len(rows) for rows in mini_batches] == sizes == sorted(sizes)
+    assert sorted(row for rows in mini_batches for row in rows) == list(range(6))
+    assert len(mini_batches) == objective.num_optimizer_steps(6)
 
 
-def test_a_trajectory_counts_alike_in_every_mini_batch_however_long_its_neighbours_are(
-    batch, advantages
-):
+def test_with_seq_mean_a_trajectory_has_the_same_weight_in_every_mini_batch(batch, advantages):
     objective = replace(WIDE, mini_batch_size=2, loss_agg="seq-mean")
     old = log_probs_of(make_policy(), batch)
-    _, metrics = moved(batch, advantages, objective, lr=0.0, old_log_probs=old)
-    even = (advantages.sum(-1) / batch.loss_mask.sum(-1)).mean()  # three steps of two rows
+    _, metrics = sgd_update(batch, advantages, objective, lr=0.0, old_log_probs=old)
+    seq_mean = (advantages.sum(-1) / batch.loss_mask.sum(-1)).mean()  # three steps of two rows
     assert metrics["policy/optimizer_steps"] == 3
-    assert metrics["policy/loss"] == pytest.approx(-float(even), abs=1e-5)
+    assert metrics["policy/loss"] == pytest.approx(-float(seq_mean), abs=1e-5)
 
 
 def test_the_critics_update_does_not_depend_on_the_split(batch, advantages):
@@ -276,35 +275,35 @@ def test_the_critics_update_does_not_depend_on_the_split(batch, advantages):
         metrics = critic_step(critic, sgd(critic), batch, old, advantages, objective)
         return flat(critic) - before, metrics
 
-    whole, metrics = step(10_000)
-    parts, parts_metrics = step(14)
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
-    assert parts_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    expected, expected_metrics = step(10_000)
+    actual, metrics = step(14)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 24, 10_000])
-def test_scores_do_not_depend_on_the_split_and_are_zero_off_the_policys_tokens(
+def test_scores_do_not_depend_on_the_split_and_are_zero_on_other_tokens(
     batch, max_tokens, share_prefix
 ):
     policy, objective = make_policy().eval(), replace(WIDE, share_prefix=share_prefix)
     objective = replace(objective, max_tokens_per_micro_batch=max_tokens)
     expected = policy(batch.input_ids, batch.loss_mask)[0].detach()
-    got = score_policy(policy, batch, objective, "cpu")
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert (got[batch.loss_mask == 0] == 0).all()
-    assert (got[batch.loss_mask == 1] < 0).all()
+    scores = score_policy(policy, batch, objective, "cpu")
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    assert (scores[batch.loss_mask == 0] == 0).all()
+    assert (scores[batch.loss_mask == 1] < 0).all()
     colder = score_policy(policy, batch, replace(objective, temperature=0.5), "cpu")
-    assert not torch.allclose(colder, got)
+    assert not torch.allclose(colder, scores)
 
 
-# --- Trap 4: 0/0 in one trajectory, a NaN gradient, stepped without a check ----------------------
+# --- Trap 4: 0/0 in one trajectory gives a NaN gradient, and the step is taken without a check ---
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(batch, advantages, bad):
     advantages[0, LENGTHS[0] - 1] = bad
-    step, metrics = moved(batch, advantages, replace(WIDE, max_tokens_per_micro_batch=14))
+    step, metrics = sgd_update(batch, advantages, replace(WIDE, max_tokens_per_micro_batch=14))
     assert (step == 0).all()
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
@@ -320,29 +319,29 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(batch, advant
     assert math.isfinite(metrics["policy/loss"])
     assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (0, 1)
     assert torch.equal(flat(policy), before)
-    assert not optimizer.state  # no moment has seen it either
+    assert not optimizer.state  # the moments are not changed either
 
 
-def test_a_skipped_mini_batch_leaves_nothing_behind_in_the_next(batch, advantages):
-    """Two mini-batches, the second row poisoned: the update is that of the healthy one alone."""
+def test_a_skipped_mini_batch_does_not_affect_the_next(batch, advantages):
+    """Two mini-batches, one with NaN: the update equals that of the other mini-batch."""
     pair = batch.rows([0, 2])
     healthy = advantages[[0, 2]]
     objective = replace(WIDE, mini_batch_size=1)
     poisoned = healthy.clone()
     poisoned[1, LENGTHS[2] - 1] = math.nan
     old = log_probs_of(make_policy(), pair)
-    for seed in range(4):  # whichever of the two comes first
-        step, metrics = moved(pair, poisoned, objective, old_log_probs=old, seed=seed)
-        alone, _ = moved(batch.rows([0]), healthy[:1], objective)
-        torch.testing.assert_close(step, alone, atol=1e-5, rtol=1e-5)
+    for seed in range(4):  # both orders of the mini-batches
+        step, metrics = sgd_update(pair, poisoned, objective, old_log_probs=old, seed=seed)
+        expected, _ = sgd_update(batch.rows([0]), healthy[:1], objective)
+        torch.testing.assert_close(step, expected, atol=1e-5, rtol=1e-5)
         assert (metrics["policy/optimizer_steps"], metrics["policy/skipped_steps"]) == (1, 1)
 
 
-# --- Trap 12: warm-up 0 gives lr 0 at the first step ---------------------------------------------
+# --- Trap 12: with a warm-up of 0 steps, the first step has learning rate 0 ----------------------
 
 
 def test_the_first_update_has_the_stated_learning_rate(batch, advantages):
-    """Adam's first step is lr · sign(gradient), so the largest move is lr itself."""
+    """Adam's first step is lr · sign(gradient), so the largest change equals lr."""
     policy = make_policy()
     before = flat(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
@@ -352,10 +351,10 @@ def test_the_first_update_has_the_stated_learning_rate(batch, advantages):
 
 
 def test_gradients_are_clipped_to_the_global_norm_and_logged_before_clipping(batch, advantages):
-    free, metrics = moved(batch, advantages, WIDE)
+    free, metrics = sgd_update(batch, advantages, WIDE)
     assert metrics["policy/grad_norm"] == pytest.approx(free.norm().item(), rel=1e-3)
     limit = free.norm().item() / 10
-    step, clipped = moved(batch, advantages, replace(WIDE, max_grad_norm=limit))
+    step, clipped = sgd_update(batch, advantages, replace(WIDE, max_grad_norm=limit))
     assert step.norm().item() == pytest.approx(limit, rel=1e-3)
     assert clipped["policy/grad_norm"] == pytest.approx(metrics["policy/grad_norm"], rel=1e-5)
 
@@ -363,12 +362,12 @@ def test_gradients_are_clipped_to_the_global_norm_and_logged_before_clipping(bat
 # --- The terms of the objective ------------------------------------------------------------------
 
 
-def test_leaving_out_old_log_probs_is_exact_when_there_is_one_optimizer_step(batch, advantages):
+def test_old_log_probs_are_not_needed_if_there_is_one_optimizer_step(batch, advantages):
     old = log_probs_of(make_policy(), batch)
-    implicit, metrics = moved(batch, advantages, WIDE)
-    explicit, same = moved(batch, advantages, WIDE, old_log_probs=old)
+    implicit, metrics = sgd_update(batch, advantages, WIDE)
+    explicit, expected_metrics = sgd_update(batch, advantages, WIDE, old_log_probs=old)
     torch.testing.assert_close(implicit, explicit, atol=1e-6, rtol=1e-5)
-    assert metrics == pytest.approx(same, abs=1e-5)
+    assert metrics == pytest.approx(expected_metrics, abs=1e-5)
     assert metrics["policy/clip_frac"] == 0
 
 
@@ -376,33 +375,33 @@ def test_the_critic_moves_towards_the_returns(batch):
     critic = make_critic()
     returns = batch.loss_mask * torch.linspace(0, 1, len(batch))[:, None]
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3, weight_decay=0.0)
-    seen = []
+    metrics = []
     for _ in range(40):
         old = values_of(critic, batch)
-        seen.append(critic_step(critic, optimizer, batch, old, returns, WIDE))
-    assert seen[-1]["critic/loss"] < 0.2 * seen[0]["critic/loss"]
-    assert seen[-1]["critic/explained_variance"] > 0.8 > seen[0]["critic/explained_variance"]
+        metrics.append(critic_step(critic, optimizer, batch, old, returns, WIDE))
+    assert metrics[-1]["critic/loss"] < 0.2 * metrics[0]["critic/loss"]
+    assert metrics[-1]["critic/explained_variance"] > 0.8 > metrics[0]["critic/explained_variance"]
 
 
-def test_explained_variance_is_over_policy_tokens_and_0_where_returns_are_equal(batch, advantages):
-    critic, chosen = make_critic(), batch.loss_mask.bool()
+def test_explained_variance_is_over_policy_tokens_and_0_if_returns_are_equal(batch, advantages):
+    critic, mask = make_critic(), batch.loss_mask.bool()
     values, returns = values_of(critic, batch), advantages
     metrics = critic_step(critic, sgd(critic, lr=0.0), batch, values, returns, WIDE)
-    left, whole = ((x[chosen]).var(correction=0) for x in (returns - values, returns))
-    assert metrics["critic/explained_variance"] == pytest.approx(float(1 - left / whole), rel=1e-4)
-    same = critic_step(critic, sgd(critic, lr=0.0), batch, values, batch.loss_mask.clone(), WIDE)
-    assert same["critic/explained_variance"] == 0.0
+    unexplained, total = (x[mask].var(correction=0) for x in (returns - values, returns))
+    expected = float(1 - unexplained / total)
+    assert metrics["critic/explained_variance"] == pytest.approx(expected, rel=1e-4)
+    equal_returns = batch.loss_mask.clone()
+    metrics = critic_step(critic, sgd(critic, lr=0.0), batch, values, equal_returns, WIDE)
+    assert metrics["critic/explained_variance"] == 0.0
 
 
-def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_highest_of_all(
-    batch, advantages
-):
-    """The policy stands still, so that each mini-batch can be measured by itself."""
+def test_metrics_are_means_or_maxima_over_the_mini_batches(batch, advantages):
+    """The learning rate is 0, so each mini-batch can also be measured separately."""
     policy = make_policy()
     old = log_probs_of(policy, batch)
     batch.rollout_log_probs = old + advantages / 10
 
-    def measured(part, size):
+    def step_metrics(part, size):
         return policy_step(
             policy,
             sgd(policy, lr=0.0),
@@ -413,13 +412,13 @@ def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_high
         )
 
     batch.advantages, batch.old_log_probs = advantages, old
-    together = measured(batch, 2)
-    alone = [measured(batch.rows([row, row + 1]), 2) for row in (0, 2, 4)]
+    total = step_metrics(batch, 2)
+    parts = [step_metrics(batch.rows([row, row + 1]), 2) for row in (0, 2, 4)]
     for name in ("policy/loss", "policy/entropy", "sampler/log_prob_diff_mean"):
-        assert together[name] == pytest.approx(sum(each[name] for each in alone) / 3), name
-    highest = [each["sampler/log_prob_diff_max"] for each in alone]
-    assert together["sampler/log_prob_diff_max"] == pytest.approx(max(highest))
-    assert min(highest) < max(highest)
+        assert total[name] == pytest.approx(sum(part[name] for part in parts) / 3), name
+    maxima = [part["sampler/log_prob_diff_max"] for part in parts]
+    assert total["sampler/log_prob_diff_max"] == pytest.approx(max(maxima))
+    assert min(maxima) < max(maxima)
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
@@ -427,44 +426,44 @@ def test_what_is_logged_of_several_mini_batches_is_the_mean_of_each_and_the_high
     ("loss_agg", "share"),
     [("token-mean", sum(POLICY_TOKENS[:4]) / sum(POLICY_TOKENS)), ("seq-mean", 4 / 6)],
 )
-def test_leaving_out_a_group_without_signal_changes_the_cost_and_not_the_step(
+def test_leaving_out_a_group_without_signal_saves_work_and_does_not_change_the_step(
     batch, advantages, share_prefix, loss_agg, share
 ):
-    advantages[4:] = 0.0  # both samples of the third task returned the same
+    advantages[4:] = 0.0  # both samples of the third task have the same return
     objective = replace(WIDE, share_prefix=share_prefix, loss_agg=loss_agg)
-    whole, _ = moved(batch, advantages, objective)
-    kept = batch.rows([0, 1, 2, 3])
-    width = kept.loss_mask.shape[1]
-    step, metrics = moved(kept, advantages[:4, :width], objective, signal_share=share)
-    torch.testing.assert_close(step, whole, atol=1e-6, rtol=1e-5)
-    too_far, other = moved(kept, advantages[:4, :width], objective)
-    assert too_far.norm() > 1.3 * whole.norm()
-    assert metrics["policy/loss"] == other["policy/loss"]  # a mean over the tokens trained on
+    expected, _ = sgd_update(batch, advantages, objective)
+    part = batch.rows([0, 1, 2, 3])
+    width = part.loss_mask.shape[1]
+    step, metrics = sgd_update(part, advantages[:4, :width], objective, signal_share=share)
+    torch.testing.assert_close(step, expected, atol=1e-6, rtol=1e-5)
+    unscaled, unscaled_metrics = sgd_update(part, advantages[:4, :width], objective)
+    assert unscaled.norm() > 1.3 * expected.norm()
+    assert metrics["policy/loss"] == unscaled_metrics["policy/loss"]  # a mean over trained tokens
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_and_of_several_mini_batches_as_many_are_left(batch, advantages, shares):
-    """Fewer, each scaled by the share that is left, would count what is left out twice: with three
-    of four groups silent the paper's setting moved a quarter as far."""
-    advantages[2:] = 0.0  # the samples of the other tasks returned the same
+def test_leaving_out_groups_without_signal_keeps_the_number_of_steps(batch, advantages, shares):
+    """Fewer steps, each scaled by the signal share, would count the missing groups twice: with
+    three of four groups left out, the paper's setting would move a quarter as far."""
+    advantages[2:] = 0.0  # the samples of the other tasks have the same return
     objective = replace(WIDE, share_prefix=shares, loss_agg="seq-mean", mini_batch_size=3)
-    kept = batch.rows([0, 1])
-    width, near = kept.loss_mask.shape[1], {"lr": 1e-3}  # where two steps are the sum of both
+    part = batch.rows([0, 1])
+    width, small = part.loss_mask.shape[1], {"lr": 1e-3}  # so small that steps simply add up
     old = log_probs_of(make_policy(), batch)
-    whole, _ = moved(batch, advantages, objective, old_log_probs=old, **near)
-    left = {"signal_share": 2 / 6, "old_log_probs": old[:2, :width], **near}
-    half, _ = moved(kept, advantages[:2, :width], objective, **left)
-    objective, each = keep_num_steps(objective, 2, 6)
-    assert each == 1.0
-    step, metrics = moved(kept, advantages[:2, :width], objective, **left)
+    expected, _ = sgd_update(batch, advantages, objective, old_log_probs=old, **small)
+    options = {"signal_share": 2 / 6, "old_log_probs": old[:2, :width], **small}
+    half, _ = sgd_update(part, advantages[:2, :width], objective, **options)
+    objective, mini_batch_size = keep_num_steps(objective, 2, 6)
+    assert mini_batch_size == 1.0
+    step, metrics = sgd_update(part, advantages[:2, :width], objective, **options)
     assert metrics["policy/optimizer_steps"] == 2
-    torch.testing.assert_close(step, whole, atol=2e-6, rtol=5e-3)
-    torch.testing.assert_close(2 * half, whole, atol=2e-6, rtol=5e-3)
+    torch.testing.assert_close(step, expected, atol=2e-6, rtol=5e-3)
+    torch.testing.assert_close(2 * half, expected, atol=2e-6, rtol=5e-3)
 
 
 @pytest.mark.parametrize("max_tokens", [14, 24, 10_000])
-def test_the_padding_that_is_reported_is_that_of_the_passes(batch, advantages, max_tokens):
-    """Of the mini-batches' own cuts, not of a cut of the whole batch that nobody made."""
+def test_the_reported_padding_is_that_of_the_passes(batch, advantages, max_tokens):
+    """It comes from the cuts of the mini-batches, not from a cut of the full batch."""
     policy, cells = make_policy(), []
     policy.register_forward_hook(lambda module, args, out: cells.append(args[0].numel()))
     objective = replace(WIDE, mini_batch_size=2, max_tokens_per_micro_batch=max_tokens)
@@ -475,7 +474,7 @@ def test_the_padding_that_is_reported_is_that_of_the_passes(batch, advantages, m
 
 
 def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):
-    """Openings of 2 tokens in 3 groups of two rows: 6 of 51 tokens are computed twice."""
+    """Three groups of two rows with openings of 2 tokens: sharing saves 6 of 51 tokens."""
     monkeypatch.setattr(update, "MIN_SHARED", 6 / 51)
     sharing = replace(WIDE, share_prefix=True)
     assert update.decide_sharing(sharing, batch) == sharing
@@ -484,8 +483,8 @@ def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):
     assert update.decide_sharing(WIDE, batch) == WIDE
 
 
-def test_the_samples_of_a_task_stay_in_one_mini_batch_where_they_fit(batch):
-    """Spread over mini-batches, a group would share its opening with few of its samples."""
+def test_the_samples_of_a_task_stay_in_one_mini_batch_if_they_fit(batch):
+    """If a group were spread over mini-batches, few samples could share its opening."""
     objective = replace(WIDE, mini_batch_size=2, ppo_epochs=5)
     for rows in update._mini_batches(batch, objective, seed=3):
         assert len({int(batch.group_ids[row]) for row in rows}) == 1
