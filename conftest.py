@@ -1,10 +1,10 @@
-"""What pytest runs besides tests/: every Python block of README.md and tutorials/*.md, in order.
+"""Lets pytest run every Python block of README.md and tutorials/*.md, in order, as tests.
 
-The blocks of one document share one namespace, as if typed into one session, and run from the
-repository root; `>>>` lines must print what the page shows. A block after `<!-- skip: next -->` is
-shown only. A tutorial whose blocks take long has `slow` in its file name's stem, as in
-`11_learning_slow.md`, and is run by `make test-slow`. Pages about a world whose packages are not
-installed are skipped, and say so; with CI set they fail.
+The blocks of a page share one namespace, as if typed into one session, and run from the repository
+root. Lines after `>>>` must print what the page shows. A block after `<!-- skip: next -->` does not
+run. A slow tutorial has a file name that ends in `slow`, such as `11_learning_slow.md`, and
+`make test-slow` runs it. If the packages of an environment are not installed, its pages are skipped
+with a message; with CI set they fail.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 from envs import settings_of
 
-# A shell that starts us in the background ignores Ctrl-C for us and for all we start.
+# If a shell starts pytest in the background, Ctrl-C is ignored here and in all child processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent
-# Page -> the world that it plays in, where that needs packages of its own.
-PLAYS_IN = {
+# Page -> its environment, if that needs additional packages.
+ENV_OF_PAGE = {
     "08_a_grid_world": "babyai",
     "09_a_science_lab": "sciworld",
     "13_deep_search": "searchqa",
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.suffix == ".md" and item.path.stem.endswith("slow"):
             item.add_marker("slow")
-        env = PLAYS_IN.get(item.path.stem) if item.path.suffix == ".md" else None
+        env = ENV_OF_PAGE.get(item.path.stem) if item.path.suffix == ".md" else None
         package = settings_of(env).package if env else None
         missing = package and importlib.util.find_spec(package) is None
         if missing and os.environ.get("CI") != "true":

@@ -1,16 +1,16 @@
-"""Fixtures that several files of tests share."""
+"""Fixtures that several test files share."""
 
 import hypothesis
 import pytest
 
-# How long an example takes says how busy the machine is.
+# On a busy machine an example can take long, which is not an error.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """A cache of the test's own."""
+    """An empty cache folder for one test."""
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
 
 

@@ -1,4 +1,4 @@
-"""Scripted stand-ins that tests of the rollout share: tokenizers, an engine, an environment."""
+"""Fakes for tests of the rollout: tokenizers, an engine and an environment."""
 
 import functools
 import threading
@@ -23,7 +23,7 @@ WORDS = "system user assistant rules dark lamp bright door open go north take li
 
 @functools.cache
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Every word of WORDS and the line break are one id each; spaces are nothing."""
+    """A tokenizer with one id per word of WORDS and one for a line break; it drops spaces."""
     vocab = {word: i for i, word in enumerate([*CHATML_SPECIAL, "?", "\n", *WORDS.split()])}
     words = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,7 +42,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ids_of(text: str) -> list[int]:
-    """Ids of the words of `text`; <e> is the end of turn."""
+    """Ids of the words of `text`, in which <e> is the end-of-turn token."""
     return word_tokenizer().encode(text.replace("<e>", "<|im_end|>"), add_special_tokens=False)
 
 
@@ -53,7 +53,7 @@ def byte_tokenizer(
     pad: str = "<|endoftext|>",
     bos: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """One id a byte, and one for each special token: any text, and nothing merges."""
+    """A tokenizer for any text, with one id per byte and one per special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*special, *alphabet])}
     by_bytes = Tokenizer(models.BPE(vocab, merges=[]))
@@ -72,21 +72,22 @@ def byte_tokenizer(
 def draw(handler: RolloutHandler, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """The trajectory's tokens in order, [bracketed] where loss_mask is 1."""
     names = {"<|im_start|>": "<s>", "<|im_end|>": "<e>", "\n": "⏎"}
-    drawn = []
+    drawing = []
     for token, mask in zip(tokenizer.convert_ids_to_tokens(handler.input_ids), handler.loss_mask):
         name = names.get(token, token)
-        drawn.append(f"[{name}]" if mask else name)
-    return drawn
+        drawing.append(f"[{name}]" if mask else name)
+    return drawing
 
 
 # ----------------------------------------------------------------------------------- engine
 
 
 class ScriptedEngine:
-    """`answer(request_id, prompt_ids)` returns what is sampled, cut as an engine would.
+    """An engine that samples the ids that `answer(request_id, prompt_ids)` returns.
 
-    The n-th id of an answer has log-prob -(n + 1) / 8. A request is decoded until
-    `is_ready(request_id)`; `on_poll()` runs first in each poll and may raise.
+    Like a real engine, it stops at a stop token or at the limit. Token n (from 0) has log-prob
+    -(n + 1) / 8. A request finishes when `is_ready(request_id)` is true. Each poll begins with
+    `on_poll()`, which can raise.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class ScriptedEngine:
 
     def poll(self) -> list[Generation]:
         self.on_poll()
-        done = [name for name in self._running if self.is_ready(name)]
-        return [self._running.pop(name) for name in done]
+        ready = [name for name in self._running if self.is_ready(name)]
+        return [self._running.pop(name) for name in ready]
 
     def abort(self) -> None:
         self.aborted = True
@@ -139,13 +140,13 @@ def observe(
     truncated: bool = False,
     **info: object,
 ) -> StepResult:
-    """A StepResult in one line; `success` unless said otherwise is a full reward at the end."""
+    """A StepResult in one line. By default, `success` means a full reward at the end."""
     info = {"success": terminated and reward >= 1.0, "score": reward, **info}
     return StepResult(observation, reward, terminated, truncated, info)
 
 
 class FakeClient:
-    """One session of FakePool; used after close() it fails as a real one does."""
+    """One session of FakePool. After close() it fails like a real session."""
 
     prompt = ({"role": "system", "content": "rules"},)
     base_url = "http://fake"
@@ -173,9 +174,9 @@ class FakeClient:
 
 
 class FakePool:
-    """An environment written as functions, which may raise; turns are counted from 1.
+    """An environment made of functions, which can raise. Turns are counted from 1.
 
-    `play(task_index, turn, text)` is a step; `on_open()` runs while a session is being opened.
+    `play(task_index, turn, text)` is a step; `on_open()` runs while a session is opened.
     """
 
     env = "fake"
@@ -208,7 +209,7 @@ class FakePool:
 def requests_of(
     num_tasks: int, num_samples: int = 1, step: int = 1, max_rounds: int = 3
 ) -> list[RolloutRequest]:
-    """Tasks 0, 1, ...; each is a group of `num_samples`."""
+    """Requests for tasks 0, 1, ..., with `num_samples` samples each."""
     return [
         RolloutRequest(Task(f"fake_{i}", i, "easy"), i, k, seed=i, step=step, max_rounds=max_rounds)
         for i in range(num_tasks)
@@ -217,6 +218,6 @@ def requests_of(
 
 
 def settings_of(**options: object) -> RolloutSettings:
-    """Roomy settings; every loss is an error unless said otherwise."""
+    """Settings with generous limits."""
     defaults = {"max_tokens_per_turn": 16, "max_trajectory_tokens": 400}
     return RolloutSettings(**{**defaults, "max_env_failures": 1.0, **options})

@@ -1,4 +1,4 @@
-"""scale/default_models.py: small models built once, the same everywhere; others checked first."""
+"""scale/default_models.py: small models are built reproducibly; others are checked before a run."""
 
 import json
 import os
@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
-    """Weights from a fixed seed, the tokenizer from a fixed corpus, whatever PYTHONHASHSEED is."""
+    """Its weights come from a fixed seed and its tokenizer from a fixed corpus. PYTHONHASHSEED has
+    no effect."""
     command = (
         "import sys, pathlib; from scale import default_models; "
         "default_models.build_tiny(pathlib.Path(sys.argv[1]))"
@@ -42,7 +43,7 @@ def test_the_tiny_model_is_the_same_in_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_sizes_that_are_known_beforehand_are_those_of_the_models(name):
+def test_the_sizes_in_shapes_are_those_of_the_models(name):
     config = json.loads((Path(resolve_model(name)) / "config.json").read_text())
     assert {key: config[key] for key in SHAPES[name]} == SHAPES[name]
 
@@ -60,7 +61,7 @@ def refusal(name):
     return str(error.value)
 
 
-def test_a_hubs_model_is_refused_unless_its_weights_are_cached_or_the_hub_has_it(
+def test_a_hub_model_is_refused_unless_its_weights_are_cached_or_the_hub_has_it(
     tmp_path, monkeypatch
 ):
     import huggingface_hub
@@ -79,14 +80,14 @@ def test_a_hubs_model_is_refused_unless_its_weights_are_cached_or_the_hub_has_it
     assert model_config("some/model")["max_position_embeddings"] == 77
     assert "ConnectionError: no route" in refusal("other/model")
     (path / "model.safetensors").unlink()
-    refusal("some/model")  # its config.json alone is not enough
+    refusal("some/model")  # a cached config.json is not enough
     monkeypatch.setattr(default_models, "_config_from_hub", lambda name: path / "config.json")
     check_model("some/model")
     assert resolve_model("some/model") == "some/model"
 
 
 def test_an_interrupted_download_is_not_a_model(tmp_path):
-    """Weights come in parts, which an index lists."""
+    """The weights of a large model are several files, which an index lists."""
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = {"weight_map": {"a": parts[0], "b": parts[1], "c": parts[1]}}
     (tmp_path / parts[0]).touch()
@@ -97,7 +98,7 @@ def test_an_interrupted_download_is_not_a_model(tmp_path):
     assert has_weights(tmp_path)
 
 
-def test_a_folder_is_a_model_or_tells_what_is_missing(tmp_path):
+def test_an_error_names_what_is_missing_in_a_folder(tmp_path):
     best = model_in(tmp_path / "run" / "checkpoints" / "best")
     assert f"did you mean {best}?" in refusal(tmp_path / "run")
     folder = model_in(tmp_path / "x")
@@ -117,4 +118,4 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path):
     stretched = {"rope_type": "yarn", "factor": 4.0}
     long = model_in(tmp_path / "a", max_position_embeddings=9, rope_scaling=stretched)
     check_length(str(long), 30)
-    check_length(str(model_in(tmp_path / "b")), 10**9)  # it does not tell
+    check_length(str(model_in(tmp_path / "b")), 10**9)  # its config.json has no number of positions

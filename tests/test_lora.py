@@ -1,4 +1,5 @@
-"""LoRA starts as the base, trains adapters only, and leaves as an ordinary model."""
+"""scale/lora.py: a policy starts as the base model, trains only adapters, and merges into a normal
+model."""
 
 import json
 
@@ -33,17 +34,17 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two samples of one task: a common opening of 11 tokens, own parts of 6 and 9."""
+    """Two samples of one task: a common opening of 11 tokens, followed by 6 and 9 tokens."""
     generator = torch.Generator().manual_seed(1)
 
-    def some(n):
+    def ids(n):
         return torch.randint(3, 1000, (n,), generator=generator).tolist()
 
-    return make([some(11)], [[some(6), some(9)]])
+    return make([ids(11)], [[ids(6), ids(9)]])
 
 
 def adapted(path, change=True, seed=0):
-    """The tiny policy with adapters, after an update that matters (B is no longer 0)."""
+    """The tiny policy with adapters; with `change`, B is not 0, as after an update."""
     policy = load_policy(path)
     add_lora(policy.lm, RANK, seed)
     if change:
@@ -71,7 +72,7 @@ def adapters(lm):
 
 
 @pytest.mark.parametrize("objective", [PLAIN, SHARED])
-def test_at_the_start_and_with_the_adapters_off_the_policy_is_the_base(tiny, batch, objective):
+def test_at_the_start_and_with_adapters_off_the_policy_is_the_base(tiny, batch, objective):
     base, start, policy = load_policy(tiny), adapted(tiny, change=False), adapted(tiny)
     expected = log_probs(base, batch, objective)
     assert torch.equal(log_probs(start, batch, objective), expected)
@@ -85,23 +86,23 @@ def test_at_the_start_and_with_the_adapters_off_the_policy_is_the_base(tiny, bat
     assert all(p.requires_grad == is_adapter(name) for name, p in policy.named_parameters())
 
 
-def test_a_step_moves_all_adapters_and_leaves_the_base_alone(tiny, batch):
+def test_a_step_changes_all_adapters_and_not_the_base_model(tiny, batch):
     policy = adapted(tiny)
     before = log_probs(policy, batch)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in trained) == RANK * 4 * (
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in parameters) == RANK * 4 * (
         2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 704)  # q o, k v, gate up down: in + out
     )
     (-forward_policy(policy, batch, SHARED, "cpu")[0].sum()).backward()
     for name, p in policy.named_parameters():
         assert (p.grad is not None and p.grad.abs().max() > 0) == is_adapter(name), name
-    torch.optim.SGD(trained, lr=0.01).step()
+    torch.optim.SGD(parameters, lr=0.01).step()
     assert log_probs(policy, batch).sum() > before.sum() + 1e-3
     with adapters_off(policy):
         assert torch.equal(log_probs(policy, batch), log_probs(load_policy(tiny), batch))
 
 
-def test_the_seed_alone_decides_the_adapters_and_global_random_numbers_stay(tiny):
+def test_adapters_depend_only_on_the_seed_and_the_global_random_state_is_unchanged(tiny):
     torch.manual_seed(5)
     first = adapters(adapted(tiny, change=False, seed=7).lm)
     policy = load_policy(tiny)
@@ -110,29 +111,29 @@ def test_the_seed_alone_decides_the_adapters_and_global_random_numbers_stay(tiny
     torch.manual_seed(9)
     add_lora(policy.lm, RANK, seed=7)
     assert torch.equal(torch.rand(3), expected)
-    again, other = adapters(policy.lm), adapters(adapted(tiny, change=False, seed=8).lm)
+    second, third = adapters(policy.lm), adapters(adapted(tiny, change=False, seed=8).lm)
     for name, tensor in first.items():
-        assert torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, second[name]), name
         if ".lora_A." in name:
-            assert not torch.equal(tensor, other[name]), name
+            assert not torch.equal(tensor, third[name]), name
             bound = tensor.shape[1] ** -0.5
             assert 0.9 * bound < tensor.abs().max() <= bound, name
         else:
             assert not tensor.any(), name
 
 
-# ------------------------------------------------------------------------- leaving the trainer
+# -------------------------------------------------------------------------- merging and saving
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_merged_weights_are_an_ordinary_model_with_its_head_that_acts_the_same(tiny, batch, tied):
+def test_merged_weights_are_a_normal_model_with_its_head_and_the_same_output(tiny, batch, tied):
     policy, plain = load_policy(tiny), load_policy(tiny)
     if not tied:
         policy.lm.lm_head.weight = nn.Parameter(policy.lm.lm_head.weight + 1)
         plain.lm.lm_head.weight = nn.Parameter(plain.lm.lm_head.weight.clone())
     state = {name: tensor.clone() for name, tensor in policy.lm.state_dict().items()}
-    unadapted = dict(merged_weights(policy.lm))
-    assert all(torch.equal(unadapted[name], tensor) for name, tensor in state.items())
+    without_lora = dict(merged_weights(policy.lm))
+    assert all(torch.equal(without_lora[name], tensor) for name, tensor in state.items())
     add_lora(policy.lm, RANK)
     change_adapters(policy)
     merged = dict(merged_weights(policy.lm))
@@ -167,8 +168,8 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
         loaded = PeftModel.from_pretrained(base, tmp_path)
         actual = loaded(input_ids=ids).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-    written = load_file(tmp_path / "adapter_model.safetensors")
-    assert set(written) == set(get_peft_model_state_dict(loaded))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert set(tensors) == set(get_peft_model_state_dict(loaded))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(config["target_modules"])  # the same in every run
     assert config["base_model_name_or_path"] == tiny and config["inference_mode"] is True
@@ -176,11 +177,11 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
     assert policy.lm.peft_config["default"].inference_mode is False  # still in training
 
 
-def test_saved_adapters_are_loaded_back_into_a_model_that_they_fit(tiny, batch, tmp_path):
-    trained, fresh = adapted(tiny), load_policy(tiny)
-    save_adapter(trained.lm, tmp_path, tiny)
-    load_adapter(fresh.lm, tmp_path)
-    assert torch.equal(log_probs(fresh, batch), log_probs(trained, batch))
+def test_saved_adapters_are_loaded_only_into_a_model_that_they_fit(tiny, batch, tmp_path):
+    policy, new_policy = adapted(tiny), load_policy(tiny)
+    save_adapter(policy.lm, tmp_path, tiny)
+    load_adapter(new_policy.lm, tmp_path)
+    assert torch.equal(log_probs(new_policy, batch), log_probs(policy, batch))
     config = AutoConfig.from_pretrained(tiny)
     config.num_hidden_layers = 1
     with pytest.raises(ValueError, match="do not fit Qwen2"):

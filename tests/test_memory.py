@@ -1,4 +1,4 @@
-"""scale/memory.py: a run that cannot fit is refused before anything is loaded."""
+"""scale/memory.py: a run that does not fit into memory is refused before anything is loaded."""
 
 from dataclasses import replace
 
@@ -51,38 +51,38 @@ def card(gib):
     return DeviceMemory(gib * GIB, is_gpu=True)
 
 
-def test_the_laptops_run_needs_what_it_was_measured_to_take():
+def test_the_estimate_for_the_laptop_agrees_with_a_measurement():
     assert sum(state_of(LAPTOP, SMOL).values()) == pytest.approx(16 * 134.5e6, rel=0.01)
     config = replace(LAPTOP, max_tokens_per_micro_batch=1024)
     assert 7.5e9 < required_bytes(config, SMOL, machine(16)) < 10e9  # 9.1 GB measured
 
 
-def test_the_sampler_gets_the_part_of_a_card_that_the_trainer_leaves(is_3b, monkeypatch):
+def test_the_sampler_gets_the_memory_of_a_card_that_the_trainer_does_not_need(is_3b, monkeypatch):
     """The weights, moments and reference of 3B are 46 GiB: half of an 80 GB card is not free."""
-    held = 16 * QWEN_3B.parameters  # of 20 bytes each, less the gradients' 4
+    state = 16 * QWEN_3B.parameters  # 20 bytes per parameter without 4 for the gradient
     for gib in (79.1, 94.0):
         share = sampler_share(PAPER, card(gib))
-        copies = 2 * QWEN_3B.parameters  # autocast's, as the trainer scores after a sync
-        assert 0.25 < share < 0.5 and held + copies + share * gib * GIB < 0.95 * gib * GIB
+        copies = 2 * QWEN_3B.parameters  # autocast's copies, when the trainer scores after a sync
+        assert 0.25 < share < 0.5 and state + copies + share * gib * GIB < 0.95 * gib * GIB
     assert sampler_share(PAPER, card(140.0)) == sampler_share(PAPER, machine(24.0)) == 0.5
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    gathered = 4 * QWEN_3B.root_parameters  # FSDP's, of policy and reference
-    expected = 1 - (memory.MARGIN * held / 2 + gathered) / (40 * GIB) - memory.CONTEXT
+    gathered = 4 * QWEN_3B.root_parameters  # by FSDP, of policy and reference
+    expected = 1 - (memory.MARGIN * state / 2 + gathered) / (40 * GIB) - memory.CONTEXT
     assert sampler_share(PAPER, card(40.0)) == pytest.approx(expected)
 
 
-def test_only_a_run_that_clearly_cannot_fit_is_refused(is_3b):
-    near = required_bytes(LAPTOP, QWEN_3B, machine(1)) / GIB
-    check_memory(LAPTOP, machine(0.9 * near))
+def test_only_a_run_that_clearly_does_not_fit_is_refused(is_3b):
+    required = required_bytes(LAPTOP, QWEN_3B, machine(1)) / GIB
+    check_memory(LAPTOP, machine(0.9 * required))
     with pytest.raises(Misuse, match="out of memory.*--gradient-checkpointing, --lora-rank 16"):
-        check_memory(LAPTOP, machine(0.7 * near))
+        check_memory(LAPTOP, machine(0.7 * required))
     check_memory(PAPER, card(79))
     with pytest.raises(Misuse, match="--gradient-checkpointing"):
         check_memory(replace(PAPER, gradient_checkpointing=False), card(79))
 
 
-def test_what_is_advised_takes_less_and_what_is_added_takes_more(monkeypatch):
+def test_the_advised_options_need_less_memory_and_extra_models_need_more(monkeypatch):
     plain = replace(
         PAPER, max_trajectory_tokens=1536, gradient_checkpointing=False, kl_loss_coef=0.0
     )
@@ -97,17 +97,17 @@ def test_what_is_advised_takes_less_and_what_is_added_takes_more(monkeypatch):
         ):
             changed = required_bytes(replace(plain, **{option: value}), QWEN_3B, device)
             assert (changed > peak) == is_more and changed != peak, (option, device)
-    stays = required_bytes(replace(plain, engine="transformers"), QWEN_3B, card(79))
-    more = stays - required_bytes(plain, QWEN_3B, card(79))
-    assert more == pytest.approx(2 * QWEN_3B.parameters, rel=0.01), "a sampler that never sleeps"
-    alone, state = required_bytes(LAPTOP, SMOL, machine(16)), sum(state_of(PAPER, QWEN_3B).values())
+    awake = required_bytes(replace(plain, engine="transformers"), QWEN_3B, card(79))
+    extra = awake - required_bytes(plain, QWEN_3B, card(79))
+    assert extra == pytest.approx(2 * QWEN_3B.parameters, rel=0.01), "a sampler that never sleeps"
+    peak, state = required_bytes(LAPTOP, SMOL, machine(16)), sum(state_of(PAPER, QWEN_3B).values())
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert sum(state_of(PAPER, QWEN_3B).values()) == state / 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert required_bytes(LAPTOP, SMOL, machine(16)) > 2 * alone
+    assert required_bytes(LAPTOP, SMOL, machine(16)) > 2 * peak
 
 
-def test_an_unknown_architecture_passes(monkeypatch):
+def test_an_unknown_architecture_is_accepted(monkeypatch):
     monkeypatch.setattr(memory, "model_config", lambda name: {"n_embd": 768, "n_layer": 12})
     check_memory(Config(model="gpt2"), machine(0.001))
     assert shape_of("moe", model_config("tiny") | {"num_experts": 8}) is None
@@ -117,12 +117,12 @@ def test_the_samplers_cache_on_a_cpu():
     token = 4 * 30 * 3 * 64
     assert cpu_cache_bytes(SMOL, 1536, 64, "bfloat16") == 64 * 1536 * token // 4
     assert cpu_cache_bytes(SMOL, 1536, 64, "float32") == 64 * 1536 * token // 2
-    assert cpu_cache_bytes(SMOL, 100_000, 1, "bfloat16") > 100_000 * token  # one always fits
+    assert cpu_cache_bytes(SMOL, 100_000, 1, "bfloat16") > 100_000 * token  # a sequence always fits
     assert cpu_cache_bytes(TINY, 3072, 64, "bfloat16") == memory.SMALL_CACHE
     assert cpu_cache_bytes(None, 1536, 64, "bfloat16") == memory.MAX_CPU_CACHE
 
 
-# ------------------------------------------------------------------------- what a layer keeps
+# ----------------------------------------------------------- tensors kept for the backward pass
 
 
 def gradients(keep, share_prefix=False, bf16=False):
@@ -135,17 +135,17 @@ def gradients(keep, share_prefix=False, bf16=False):
         batch.input_ids[1, :60] = batch.input_ids[0, :60]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     learner = Learner(make_accelerator("bf16" if bf16 else "no"), model, optimizer)
-    kept = {}
+    result = {}
     optimizer.register_step_pre_hook(
-        lambda *_: kept.update({n: p.grad.clone() for n, p in model.named_parameters()})
+        lambda *_: result.update({n: p.grad.clone() for n, p in model.named_parameters()})
     )
     update_policy(learner, batch, Objective(mini_batch_size=2, share_prefix=share_prefix))
-    return kept
+    return result
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_gradients_are_the_same_to_the_bit_whatever_is_kept(share_prefix, bf16):
+def test_gradients_are_bitwise_equal_for_every_choice_of_kept_tensors(share_prefix, bf16):
     expected = gradients("all", share_prefix, bf16)
     assert any(g.abs().sum() > 0 for g in expected.values())
     for keep in ("products", "inputs"):

@@ -1,4 +1,4 @@
-"""The house stays readable: no circle of imports, no function beyond one screen."""
+"""The code stays readable: no circular imports, and every function fits on one screen."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path 
 
 
 def imports_of(name: str) -> set[str]:
-    """The project's modules that `name` imports, inside functions too, for types alone not."""
+    """The project's modules that `name` imports, also inside functions, but not only for types."""
     tree = ast.parse((ROOT / MODULES[name]).read_text(encoding="utf-8"))
     skipped = {
         id(child)
@@ -27,25 +27,25 @@ def imports_of(name: str) -> set[str]:
         for statement in node.body
         for child in ast.walk(statement)
     }
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {other for other in found if other in MODULES and other != name}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {module for module in names if module in MODULES and module != name}
 
 
-def test_no_module_imports_itself_by_a_circle():
-    arrows = {name: imports_of(name) for name in MODULES}
-    assert sum(map(len, arrows.values())) > 200
-    while leaves := {name for name, used in arrows.items() if not used & arrows.keys()}:
+def test_there_are_no_circular_imports():
+    imports = {name: imports_of(name) for name in MODULES}
+    assert sum(map(len, imports.values())) > 200
+    while leaves := {name for name, modules in imports.items() if not modules & imports.keys()}:
         for name in leaves:
-            del arrows[name]
-    in_a_circle = {name: sorted(used & arrows.keys()) for name, used in arrows.items()}
-    assert in_a_circle == {}
+            del imports[name]
+    cycles = {name: sorted(modules & imports.keys()) for name, modules in imports.items()}
+    assert cycles == {}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
@@ -57,11 +57,11 @@ def test_a_function_fits_on_one_screen(path):
             assert length <= 80, f"{node.name} is {length} lines long"
 
 
-def test_the_arrows_of_tach_toml_hold_and_name_every_module():
-    done = subprocess.run(
+def test_imports_obey_tach_toml_which_names_every_module():
+    check = subprocess.run(
         [sys.executable, "-m", "tach", "check"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    named = (ROOT / "tach.toml").read_text(encoding="utf-8")
+    assert check.returncode == 0, check.stdout + check.stderr
+    rules = (ROOT / "tach.toml").read_text(encoding="utf-8")
     roots = {path.stem for path in SOURCES if len(path.parts) == 1} - {"conftest"}
-    assert [name for name in sorted(roots) if f'path = "{name}"' not in named] == []
+    assert [name for name in sorted(roots) if f'path = "{name}"' not in rules] == []

@@ -1,4 +1,4 @@
-"""Weight sync: every weight arrives, one at a time, and one that does not is noticed (trap 20)."""
+"""scale/sync.py: all weights are sent, one at a time, and a stale weight is noticed (trap 20)."""
 
 import math
 import weakref
@@ -16,7 +16,7 @@ OPENINGS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 
 @pytest.fixture
 def policy():
-    """The tiny model after a step that moved every weight."""
+    """The tiny model after a step that changed every weight."""
     policy = load_policy(resolve_model("tiny")).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def differences(policy, engine):
     return sync.compare(policy, engine, OPENINGS, temperature=0.7, device="cpu", seed=3)
 
 
-def test_before_the_sync_the_two_differ_and_after_it_they_agree(policy, engine):
+def test_sampler_and_trainer_differ_before_a_sync_and_agree_after_it(policy, engine):
     (before,) = differences(policy, engine)
     assert before > 0.1
     num_bytes = sync.send_weights(policy, engine, torch.float32)
@@ -46,40 +46,40 @@ def test_before_the_sync_the_two_differ_and_after_it_they_agree(policy, engine):
 
 
 def test_one_stale_weight_is_noticed(policy, engine):
-    """The tied head, say, which vLLM leaves at its old values when it reloads from a path."""
+    """For example the tied head, which vLLM does not update when it reloads weights from a path."""
     load = engine.load_weights
 
     def load_all_but_one(weights):
-        own = engine.lm.state_dict()
-        load((n, own[n].clone() if n == "model.norm.weight" else t) for n, t in weights)
+        state = engine.lm.state_dict()
+        load((n, state[n].clone() if n == "model.norm.weight" else t) for n, t in weights)
 
     engine.load_weights = load_all_but_one
     sync.send_weights(policy, engine, torch.float32)
-    found = differences(policy, engine)
-    assert found[0] > 1e-3
+    after = differences(policy, engine)
+    assert after[0] > 1e-3
     with pytest.raises(sync.SyncError, match="step 7, sampler and trainer differ by .* 0.001"):
-        sync.check(found, 0.001, step=7)
+        sync.check(after, 0.001, step=7)
 
 
-def test_the_rank_whose_sampler_is_off_is_named():
+def test_an_error_names_the_rank_whose_sampler_differs():
     for bad in (math.nan, math.inf, 0.5):
         with pytest.raises(sync.SyncError, match="trainer of rank 2 differ by"):
             sync.check([0.001, 0.002, bad], 0.1, step=1)
     assert sync.check([0.001, 0.003], 0.1, step=1) == pytest.approx(0.002)
 
 
-def test_one_weight_exists_at_a_time(policy, engine):
-    """What was sent is dropped before the next is put together; a second copy never exists."""
-    most = 0
+def test_weights_are_sent_one_at_a_time(policy, engine):
+    """A weight is freed before the next is made, so there is never a second copy of the model."""
+    max_alive = 0
 
     def load(weights):
-        nonlocal most
+        nonlocal max_alive
         alive = []
         for _, tensor in weights:
             alive = [ref for ref in alive if ref() is not None] + [weakref.ref(tensor)]
-            most = max(most, len(alive))
+            max_alive = max(max_alive, len(alive))
             del tensor
 
     engine.load_weights = load
     sync.send_weights(policy, engine, torch.bfloat16)
-    assert most <= 2  # the one that is handed over and the one before it
+    assert max_alive <= 2  # the current weight and the one before it

@@ -1,9 +1,9 @@
-"""What tests/test_distributed.py runs as two processes, and as one: an update on a given batch.
+"""An update on a fixed batch, which tests/test_distributed.py runs as one process and as two.
 
-    python tests/two_ranks.py OUT CASE          one process
-    torchrun --nproc-per-node 2 ... OUT CASE    two, sharded
+    python tests/two_ranks.py OUT CASES          one process
+    torchrun --nproc-per-node 2 ... OUT CASES    two processes, sharded
 
-Rank 0 writes OUT: metrics, every parameter in one piece, bytes that each rank holds.
+Rank 0 writes OUT: metrics, all parameters in full, and the bytes that each rank holds.
 """
 
 import json
@@ -40,7 +40,7 @@ OBJECTIVE = Objective(
     kl_loss_coef=0.1,
 )
 DEFAULT = ("grpo", 0, {}, "sgd")
-# name -> algorithm, LoRA rank, changes of the objective, optimizer
+# name -> algorithm, LoRA rank, changes to the objective, optimizer
 CASES = {
     "grpo": DEFAULT,
     "grpo lora": ("grpo", 4, {}, "sgd"),
@@ -50,7 +50,7 @@ CASES = {
     "epochs": ("grpo", 0, {"ppo_epochs": 2, "mini_batch_size": 4}, "slow sgd"),
     "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw"),
     "checkpointing": DEFAULT,
-    "one row": DEFAULT,  # two rows, of which one has an advantage
+    "one row": DEFAULT,  # only two rows, one for each of two ranks
     "imitation": ("imitation", 0, {}, "sgd"),
     "imitation lora": ("imitation", 4, {}, "sgd"),
     "preferences": ("preferences", 0, {}, "sgd"),
@@ -65,14 +65,14 @@ def make_policy(lora_rank: int = 0) -> PolicyModel:
     if lora_rank:
         add_lora(policy.lm, lora_rank, seed=1)
         generator = torch.Generator().manual_seed(3)
-        for p in policy.parameters():  # B is zero at the start, and then A has no gradient
+        for p in policy.parameters():  # if B stayed zero, A would have no gradient
             if p.requires_grad:
                 p.data = torch.randn(p.shape, generator=generator) * 0.1
     return policy
 
 
 def make_batch() -> Batch:
-    """Eleven rows of three groups of 5, 4 and 2, lengths 5 to 16: nothing divides evenly."""
+    """Eleven rows in groups of 5, 4 and 2, with lengths from 5 to 16: nothing divides evenly."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([12, 5, 9, 7, 12, 6, 16, 8, 10, 5, 11])
     groups = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
@@ -100,15 +100,15 @@ def run(case: str) -> dict:
     if case == "one row":
         batch = batch.rows([0, 1])
 
-    def prepared(model: torch.nn.Module) -> Learner:
+    def make_learner(model: torch.nn.Module) -> Learner:
         if case == "checkpointing":
             keep_for_backward(model, "inputs")
         model = distributed.shard(accelerator, model.train())
-        learning = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
         make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
-        return Learner(accelerator, model, make(learning, lr=1.0 if kind == "sgd" else 0.01))
+        return Learner(accelerator, model, make(parameters, lr=1.0 if kind == "sgd" else 0.01))
 
-    learner = prepared(make_policy(lora_rank))
+    learner = make_learner(make_policy(lora_rank))
     policy, optimizer = learner.model, learner.optimizer
     reference = distributed.shard(accelerator, make_policy().eval().requires_grad_(False))
     batch.old_log_probs = score_policy(policy, batch, objective, device)
@@ -116,7 +116,7 @@ def run(case: str) -> dict:
     metrics = {}
     critic = None
     if algorithm == "preferences":
-        batch = batch.rows([0, 1, 2, 3, 5, 6, 9, 10])  # four pairs, which two ranks share
+        batch = batch.rows([0, 1, 2, 3, 5, 6, 9, 10])  # four pairs for two ranks
         batch.group_ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
         batch.ref_sums = (batch.ref_log_probs * batch.loss_mask).sum(1) - 1
         metrics |= dpo.prefer(learner, batch, objective, DpoConfig(sft_coef=0.5, loss="ipo"))
@@ -128,7 +128,7 @@ def run(case: str) -> dict:
         torch.nn.init.normal_(
             critic.value_head.weight, generator=torch.Generator().manual_seed(1), std=0.1
         )
-        critic_learner = prepared(critic)
+        critic_learner = make_learner(critic)
         critic = critic_learner.model
         batch.values = score_critic(critic, batch, objective, device)
         batch.advantages, batch.returns = gae(batch.token_rewards, batch.values, batch.loss_mask)
@@ -146,7 +146,7 @@ def run(case: str) -> dict:
         for n, p in model.named_parameters()
     }
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
-    held = {
+    num_bytes = {
         "parameters": sum(distributed.local_part(p).numel() * 4 for p in policy.parameters()),
         "optimizer": sum(distributed.local_part(m).numel() * 4 for m in moments),
     }
@@ -156,7 +156,7 @@ def run(case: str) -> dict:
         "metrics": metrics,
         "weights": weights | merged,
         "scores": {"old": batch.old_log_probs, "ref": batch.ref_log_probs},
-        "held": distributed.gather(held),
+        "held": distributed.gather(num_bytes),
         "kinds": sorted(kinds),
         "ranks": distributed.world_size(),
     }

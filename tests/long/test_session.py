@@ -14,7 +14,7 @@ import signal
 import pytest
 import train_toy
 from safetensors import safe_open
-from test_distributed import CALM, ROOT
+from test_distributed import ENVIRON, ROOT
 from toy_env import Letters, flags, options, read_metrics, serve, write_ids
 
 from reporting.logs import read_log
@@ -56,7 +56,7 @@ def forkserver():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_toy", "accelerate", "tyro", QWEN2])
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in CALM.items():
+        for name, value in ENVIRON.items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
         first = context.Process(target=train_toy.forked, args=(["--help"], os.devnull))
