@@ -290,10 +290,10 @@ def start_iteration(session: Session[MethodWorker], config: EvolConfig) -> None:
     optimizer. The sampler must be asleep."""
     worker = session.worker
     if config.learn_from == "last":
-        worker.policy = worker.renewed(worker.policy)
+        worker.policy = worker.with_new_optimizer(worker.policy)
         return
     with phase("reloading the base policy"):
-        worker.forget_policy()
+        worker.free_policy()
         worker.policy = worker.fresh_policy()
     session.sentinels = Sentinels()
 

@@ -282,8 +282,8 @@ class RLWorker(Worker):
         c, counts = self.config, [len(tasks) for tasks in tasks_by_env(self.tasks).values()]
         return min(num_epochs(step, counts, c.tasks_per_step, c.env_weights))
 
-    def rates(self) -> dict[str, float]:
-        return super().rates() | {"critic": self.config.critic_learning_rate}
+    def learning_rates(self) -> dict[str, float]:
+        return super().learning_rates() | {"critic": self.config.critic_learning_rate}
 
     def parts(self) -> dict[str, tuple[Any, Any]]:
         """What is trained: name -> (model, optimizer)."""

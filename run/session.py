@@ -171,7 +171,7 @@ class Session(Generic[WorkerType]):
                     "needs the old ones: put them back, or start a new run"
                 )
         if self.config.plays:  # this also wakes the sampler
-            worker.sync_probed(self.completed_step, worker.openings)
+            worker.sync_with_probes(self.completed_step, worker.openings)
 
     def steps_left(self) -> Iterator[int]:
         """The remaining steps, counted from 1. Stops when held-out success reaches --stop-at."""
@@ -302,8 +302,8 @@ class Session(Generic[WorkerType]):
     def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Check a step for collapse and print the alarms. Returns the reason to stop the run, or
         None."""
-        watched = {n: v for n, v in metrics.items() if n not in self.config.ignored_by_sentinels}
-        alarms = self.sentinels.check(step, watched)  # even if off: --resume can switch them on
+        relevant = {n: v for n, v in metrics.items() if n not in self.config.ignored_by_sentinels}
+        alarms = self.sentinels.check(step, relevant)  # even if off: --resume can switch them on
         if self.config.on_collapse == "off":
             return None
         for alarm in alarms:
@@ -313,7 +313,7 @@ class Session(Generic[WorkerType]):
         stops = [alarm.message for alarm in alarms if alarm.severity == "stop"]
         if not stops or self.config.on_collapse == "warn":
             return None
-        best = "no checkpoint is known to be better than the start"
+        best = "no checkpoint is known to be better than the initial model"
         if self.best_step:
             folder = f"{self.run.path}/checkpoints/best"
             best = f"the best checkpoint is {folder} (step {self.best_step})"

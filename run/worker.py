@@ -81,8 +81,8 @@ class Worker:
         Misuse: an option turns out to be wrong when the tasks, the model or a prompt are loaded.
     """
 
-    openings: list[list[int]]  # token ids of the first prompt of one task per environment
-    num_probes = 2  # prompts with which each weight sync is checked
+    openings: list[list[int]]  # first prompt of one task per environment, as token ids
+    num_probes = 2  # number of prompts with which each weight sync is checked
     kl_controller: FixedKLController | None = None
     pool: EnvPools
     engine: Engine
@@ -177,12 +177,12 @@ class Worker:
         c = self.config
         self.policy = self.fresh_policy()
         model, ranks = self.policy.model, distributed.world_size()
-        about = f"{num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
+        line = f"policy: {num_parameters(model) / 1e6:.1f}M parameters on {self.device}"
         if c.lora_rank:
-            about += f", {num_trainable(model) / 1e6:.2f}M of them trainable"
+            line += f", {num_trainable(model) / 1e6:.2f}M of them trainable"
         if ranks > 1:
-            about += f", sharded over {ranks} processes"
-        distributed.say(f"policy: {about}")
+            line += f", sharded over {ranks} processes"
+        distributed.say(line)
         if 0 < (n := c.learning_rate_decay_steps) < c.steps_per_schedule:
             distributed.say(
                 f"note: from step {n} on, the learning rate is only 1/{n} of --learning-rate; "
@@ -204,11 +204,11 @@ class Worker:
         model = distributed.shard(self.accelerator, model.train())
         return Learner(self.accelerator, model, _optimizer_of(model, learning_rate))
 
-    def renewed(self, learner: Learner) -> Learner:
+    def with_new_optimizer(self, learner: Learner) -> Learner:
         """The same model with a new optimizer."""
         return learner._replace(optimizer=_optimizer_of(learner.model, self.config.learning_rate))
 
-    def forget_policy(self) -> None:
+    def free_policy(self) -> None:
         """Free the policy's memory before another policy is loaded. This takes some care:
         accelerate keeps a reference to it, and sharded models are reference cycles."""
         distributed.forget(self.accelerator, self.policy.model)
@@ -296,9 +296,9 @@ class Worker:
         seconds, idle, generated = zip(*(numbers for _, numbers in parts), strict=True)
         log.seconds, log.engine_idle_s = max(seconds), sum(idle) / ranks
         log.generated_tokens = sum(generated)
-        place = {r.trajectory_fields("")["trajectory_id"]: n for n, r in enumerate(requests)}
+        position = {r.trajectory_fields("")["trajectory_id"]: n for n, r in enumerate(requests)}
         handlers = [handler for part, _ in parts for handler in part]
-        handlers.sort(key=lambda handler: place[handler.trajectory_id])
+        handlers.sort(key=lambda handler: position[handler.trajectory_id])
         check_failures(handlers, c.max_env_failures)
         return handlers
 
@@ -320,12 +320,12 @@ class Worker:
         factor = 1 - min(step - 1, decay_steps - 1) / decay_steps
         for name, (_, optimizer) in self.parts().items():
             for group in optimizer.param_groups:
-                group["lr"] = self.rates()[name] * factor
+                group["lr"] = self.learning_rates()[name] * factor
 
     def decay_steps(self) -> float:
         return self.config.learning_rate_decay_steps or math.inf
 
-    def rates(self) -> dict[str, float]:
+    def learning_rates(self) -> dict[str, float]:
         """Learning rate of each model in `parts` at the first step."""
         return {"policy": self.config.learning_rate}
 
@@ -343,9 +343,11 @@ class Worker:
             SyncError: the mean difference exceeds --max-sync-error on some rank.
         """
         probes = trajectories[: self.num_probes]
-        return self.sync_probed(step, [t.input_ids[: t.turns[0].action_span[0]] for t in probes])
+        return self.sync_with_probes(
+            step, [t.input_ids[: t.turns[0].action_span[0]] for t in probes]
+        )
 
-    def sync_probed(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
+    def sync_with_probes(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
         """`sync` with the prompts (token ids) to check it with."""
         c = self.config
         num_bytes = self.load_into_engine()
@@ -400,9 +402,10 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
     sampler = f"sampling with {c.engine}" if c.plays else "no sampling"
     evaluation = "none, so no checkpoint will be marked as the best"
     if num_held_out:
+        plural = "s" * (c.eval_samples > 1)
         evaluation = (
-            f"{num_held_out} held-out tasks, {c.eval_samples} samples each every {c.eval_every} "
-            f"steps ({c.samples_at(0)} before step 1), up to "
+            f"{num_held_out} held-out tasks, {c.eval_samples} sample{plural} each every "
+            f"{c.eval_every} steps ({c.samples_at(0)} before step 1), up to "
             f"{max(evaluation_horizons(c).values())} turns"
         )
     elif getattr(c, "hold_out", 0):

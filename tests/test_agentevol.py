@@ -98,14 +98,14 @@ def sets_of(tmp_path):
 def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(
     tmp_path, url, monkeypatch
 ):
-    forget, forgotten = MethodWorker.forget_policy, []
+    forget, forgotten = MethodWorker.free_policy, []
 
     def watched(worker):
         forgotten.append(weakref.ref(worker.policy.model))
         forget(worker)
         assert forgotten[-1]() is None, "something still holds the last policy"
 
-    monkeypatch.setattr(MethodWorker, "forget_policy", watched)
+    monkeypatch.setattr(MethodWorker, "free_policy", watched)
     values = settings("agentevol", tmp_path, url)
     assert run("agentevol", values) == 0
     assert len(forgotten) == 1  # the first iteration begins with the start as it is
