@@ -1,4 +1,4 @@
-"""run/checkpoint.py: complete or absent, refused if it cannot be right, loadable by anyone."""
+"""run/checkpoint.py: complete or absent, refused if damaged or dangerous, resumed exactly."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from run.checkpoint import CheckpointError
 from scale.default_models import resolve_model
 
 STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "kl_controller": {}}
-SAME = {"algorithm": "grpo", "model": "tiny"}
+EXPECTED = {"algorithm": "grpo", "model": "tiny"}
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def model():
 
 
 def make_parts(value=1.0):
-    """Two small networks and their optimizers, one step taken, all weights `value` before it."""
-    parts = {name: fresh(value) for name in ("policy", "critic")}
+    """Two small networks whose weights begin at `value`, and their optimizers after one step."""
+    parts = {name: new_network(value) for name in ("policy", "critic")}
     for net, optimizer in parts.values():
         net(torch.ones(2, 40)).sum().backward()
         optimizer.step()
@@ -34,8 +34,8 @@ def make_parts(value=1.0):
     return parts
 
 
-def fresh(value):
-    """A network with all weights `value` and its optimizer, which has taken no step."""
+def new_network(value):
+    """A network with all weights `value`, and a new optimizer."""
     net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 1))
     for p in net.parameters():
         torch.nn.init.constant_(p, value)
@@ -66,48 +66,47 @@ def save(run_dir, step, model, value=1.0, parts=None):
     )
 
 
-def load_newest(run_dir, expected=SAME):
-    """(step, state, parts) of the newest checkpoint; the parts held other numbers before."""
+def load_newest(run_dir, expected=EXPECTED):
+    """(step, state, parts) of the newest checkpoint, loaded over other numbers."""
     parts = make_parts(value=-3.0)
     step, state = checkpoint.load_newest(run_dir, expected, parts)
     return step, state, parts
 
 
-def steps_and_litter(run_dir):
-    """What a run's checkpoints folder holds: (complete steps, everything else)."""
+def steps_and_other_files(run_dir):
+    """The contents of a run's checkpoints folder: (complete steps, names of all other files)."""
     steps = checkpoint.steps_saved(run_dir)
     names = {checkpoint.folder_of(run_dir, step).name for step in steps}
-    others = [p.name for p in (run_dir / "checkpoints").iterdir() if p.name not in names]
-    return steps, others
+    other_files = [p.name for p in (run_dir / "checkpoints").iterdir() if p.name not in names]
+    return steps, other_files
 
 
-def test_the_next_step_after_loading_is_the_next_step_of_the_saved(tmp_path, model):
+def test_after_loading_the_next_step_is_the_same_as_without_saving(tmp_path, model):
     parts = make_parts(0.5)
     save(tmp_path, 7, model, parts=parts)
     step, state, loaded = load_newest(tmp_path)
     assert step == state["step"] == 7 and state | STATE == state
     assert torch.equal(numbers(loaded), numbers(parts))
-    for each in (parts, loaded):
-        for net, optimizer in each.values():
-            net(torch.full((2, 40), 0.3)).square().sum().backward()
-            optimizer.step()
+    for net, optimizer in (*parts.values(), *loaded.values()):
+        net(torch.full((2, 40), 0.3)).square().sum().backward()
+        optimizer.step()
     assert torch.equal(numbers(loaded), numbers(parts))
-    assert checkpoint.load_newest(tmp_path / "nowhere", SAME, parts) is None
+    assert checkpoint.load_newest(tmp_path / "nowhere", EXPECTED, parts) is None
 
 
-def test_saved_and_loaded_before_the_first_update_it_takes_the_same_one(tmp_path, model):
-    """Ctrl-C in the first step, or no signal before the first --save-every."""
-    saved, loaded = fresh(1.0), fresh(-3.0)
+def test_a_checkpoint_from_before_the_first_update_leads_to_the_same_update(tmp_path, model):
+    """This happens after Ctrl-C in the first step, or if no early step had any signal."""
+    saved, loaded = new_network(1.0), new_network(-3.0)
     save(tmp_path, 0, model, parts={"policy": saved})
     checkpoint.load(tmp_path, 0, {"policy": loaded})
     for net, optimizer in (saved, loaded):
         net(torch.ones(2, 40)).sum().backward()
         optimizer.step()
         moves = [float((p.detach() - 1.0).abs().max()) for p in net.parameters()]
-        assert moves == pytest.approx([0.1] * 4, rel=0.02)  # Adam's first
+        assert moves == pytest.approx([0.1] * 4, rel=0.02)  # Adam's first step moves by lr
 
 
-# --- A crash or a full disk in the middle --------------------------------------------------------
+# --- A full disk, broken weights -----------------------------------------------------------------
 
 
 def full_disk(*_, **__):
@@ -115,7 +114,7 @@ def full_disk(*_, **__):
 
 
 @pytest.mark.parametrize("target", ["torch.save", "export", "run.files.flush"])
-def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
+def test_a_full_disk_gives_a_one_line_error_and_leaves_the_last_checkpoint(
     tmp_path, model, monkeypatch, target
 ):
     first = make_parts(1.0)
@@ -125,38 +124,39 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(
             patch.setitem(globals(), "save_policy", full_disk)
         else:
             patch.setattr(target, full_disk)
-        problem = "step 2 could not be written.*No space.*Earlier checkpoints are intact"
-        with pytest.raises(CheckpointError, match=problem) as error:
+        message = "step 2 could not be written.*No space.*Earlier checkpoints are intact"
+        with pytest.raises(CheckpointError, match=message) as error:
             save(tmp_path, 2, model, value=2.0)
     assert "\n" not in str(error.value)
-    assert steps_and_litter(tmp_path) == ([1], [])
+    assert steps_and_other_files(tmp_path) == ([1], [])
     assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(first))
 
 
 def test_weights_that_are_not_finite_do_not_replace_the_last_checkpoint(tmp_path, model):
-    """Saved, they could never be resumed, and the last good ones would be pruned."""
+    """No run could continue from them, and the last good checkpoints would be deleted."""
     save(tmp_path, 1, model)
     parts = make_parts()
     parts["critic"][0][1].bias.data.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="step 2: the weights of the critic are not finite"):
         save(tmp_path, 2, model, parts=parts)
-    assert steps_and_litter(tmp_path) == ([1], [])
+    assert steps_and_other_files(tmp_path) == ([1], [])
 
 
-# --- A checkpoint that cannot be right -----------------------------------------------------------
+# --- Damaged checkpoints, and those of another kind of run ---------------------------------------
 
 
-def at(folder, name):
+def state_file(folder, name):
     return folder / "trainer_state" / name
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), [("state.json", 100), ("policy/.metadata", 50), ("critic/__0_0.distcp", -1)]
+    ("name", "end"), [("state.json", 100), ("policy/.metadata", 50), ("critic/__0_0.distcp", -1)]
 )
-def test_a_broken_checkpoint_is_named_in_one_line_and_not_skipped(tmp_path, model, name, kept):
+def test_a_broken_checkpoint_is_named_in_one_line_and_not_skipped(tmp_path, model, name, end):
     save(tmp_path, 1, model, value=1.0)
     broken = save(tmp_path, 2, model, value=2.0)
-    at(broken, name).write_bytes(at(broken, name).read_bytes()[:kept])
+    file = state_file(broken, name)
+    file.write_bytes(file.read_bytes()[:end])
     with pytest.raises(CheckpointError, match=f"move {broken} away") as error:
         load_newest(tmp_path)
     assert "\n" not in str(error.value)
@@ -166,28 +166,28 @@ def test_a_broken_checkpoint_is_named_in_one_line_and_not_skipped(tmp_path, mode
 
 
 @pytest.mark.parametrize(
-    ("saved", "expected", "words"),
+    ("changes", "expected", "message"),
     [
         ({"format": checkpoint.FORMAT + 1}, {}, "has format"),
         ({}, {"algorithm": "ppo"}, "trained with --algorithm grpo, not ppo"),
     ],
 )
 def test_a_checkpoint_of_another_kind_of_run_is_refused_and_not_skipped(
-    tmp_path, model, saved, expected, words
+    tmp_path, model, changes, expected, message
 ):
     save(tmp_path, 1, model)
     state = save(tmp_path, 2, model) / checkpoint.STATE
-    state.write_text(json.dumps(json.loads(state.read_text()) | saved))
-    with pytest.raises(CheckpointError, match=words):
-        load_newest(tmp_path, SAME | expected)
-    assert steps_and_litter(tmp_path) == ([1, 2], [])
+    state.write_text(json.dumps(json.loads(state.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_newest(tmp_path, EXPECTED | expected)
+    assert steps_and_other_files(tmp_path) == ([1, 2], [])
 
 
 # --- A checkpoint that would run code ------------------------------------------------------------
 
 
 class Trap:
-    """Unpickled, it makes a folder: what any code of anybody could do."""
+    """When it is unpickled it makes a folder, which stands for any malicious code."""
 
     def __init__(self, path):
         self.path = path
@@ -197,22 +197,22 @@ class Trap:
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path, model):
-    """Neither in the index nor in a value beside the tensors."""
-    trap, parts, others = Trap(tmp_path / "ran"), make_parts(), make_parts()
-    parts["policy"][1].param_groups[0]["extra"] = trap
-    others["policy"][1].param_groups[0]["extra"] = 0.0
-    folder = save(tmp_path, 3, model, parts=parts)
-    refused = "trainer_state/policy.*our checkpoints"
-    with pytest.raises(CheckpointError, match=refused):
-        checkpoint.load(tmp_path, 3, others)
-    index = at(folder, "policy/.metadata")
+    """Neither code in the index nor code in a value beside the tensors."""
+    trap, saved_parts, parts = Trap(tmp_path / "ran"), make_parts(), make_parts()
+    saved_parts["policy"][1].param_groups[0]["extra"] = trap
+    parts["policy"][1].param_groups[0]["extra"] = 0.0
+    folder = save(tmp_path, 3, model, parts=saved_parts)
+    message = "trainer_state/policy.*our checkpoints"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(tmp_path, 3, parts)
+    index = state_file(folder, "policy/.metadata")
     index.write_bytes(pickle.dumps(trap).ljust(index.stat().st_size))
-    with pytest.raises(CheckpointError, match=refused) as error:
-        checkpoint.load(tmp_path, 3, others)
+    with pytest.raises(CheckpointError, match=message) as error:
+        checkpoint.load(tmp_path, 3, parts)
     assert not (tmp_path / "ran").exists() and "\n" not in str(error.value)
 
 
-# --- Which ones are kept -------------------------------------------------------------------------
+# --- Pruning -------------------------------------------------------------------------------------
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path):
@@ -221,5 +221,5 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
         checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
     checkpoint.mark_best(tmp_path, 2)
     checkpoint.prune(tmp_path, keep_last=2)
-    assert steps_and_litter(tmp_path) == ([2, 4, 5], ["best"])
+    assert steps_and_other_files(tmp_path) == ([2, 4, 5], ["best"])
     assert (tmp_path / "checkpoints/best").resolve().name == "step_000002"

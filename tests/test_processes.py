@@ -1,5 +1,5 @@
-"""run/processes.py: a child that cannot outlive us. What is started with it: test_envclient.py
-and test_fleet.py."""
+"""run/processes.py: a child process ends with its parent. The programs that are started this way
+are tested in test_envclient.py and test_fleet.py."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 from run.processes import NotReady, child
 
 ROOT = Path(__file__).resolve().parent.parent
-# Says its process and that of a child of its own, which ignores its parent's end.
+# Prints its process id and that of a child, which does not notice when its parent ends.
 PARENT = """
 import os, subprocess, sys, time
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -30,45 +30,45 @@ def is_alive(pid):
         return False
 
 
-def until(condition):
-    give_up_at = time.monotonic() + 10
+def wait_until(condition):
+    deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < give_up_at
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Makes a module of Python code, which `python -m` finds, and returns its name."""
+    """A function that makes a module of Python code for `python -m` and returns its name."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def make(code):
-        (tmp_path / "started.py").write_text(code)
-        return "started"
+        (tmp_path / "child_module.py").write_text(code)
+        return "child_module"
 
     return make
 
 
-def processes_of(server):
-    """The ids that PARENT has written, once it has."""
+def read_pids(server):
+    """Wait for the process ids that PARENT prints."""
 
-    def ready():
+    def pids():
         line = server.stdout().rpartition("ready ")[2]
         return list(map(int, line.split())) if line.endswith("\n") else None
 
-    return server.wait_until(ready, 30)
+    return server.wait_until(pids, 30)
 
 
-def test_a_child_and_what_it_has_started_end_with_the_block(module):
+def test_a_child_and_its_own_children_end_with_the_block(module):
     with pytest.raises(ZeroDivisionError), child(module(PARENT), "--port", "1 2") as server:
-        pids = processes_of(server)
+        pids = read_pids(server)
         assert server.stdout().startswith("arguments --port 1 2\n") and server.stderr() == ""
         assert server.process.pid == pids[0] and all(map(is_alive, pids))
         raise ZeroDivisionError
-    until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_child_and_what_it_has_started_end_with_their_parent(module):
+def test_a_child_and_its_own_children_end_with_their_parent(module):
     code = """
 import sys, time
 from run.processes import child
@@ -82,14 +82,14 @@ with child(sys.argv[1]) as server:
         pids = list(map(int, parent.stdout.readline().split()))
         assert len(pids) == 2 and all(map(is_alive, pids))
         os.kill(parent.pid, signal.SIGKILL)
-    until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_what_a_child_wrote_before_it_failed_is_in_the_error(module):
-    fails = module("import sys; print('loading', flush=True); sys.exit('no such card')")
+def test_the_error_contains_the_output_of_a_child_that_failed(module):
+    failing = module("import sys; print('loading', flush=True); sys.exit('no such card')")
     with (
         pytest.raises(NotReady, match=r"^exited with 1 at its start:\nloading\nno such card\n$"),
-        child(fails) as server,
+        child(failing) as server,
     ):
         server.wait_until(lambda: None, 30)
     with (

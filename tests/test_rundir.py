@@ -1,4 +1,4 @@
-"""run/rundir.py: a run's directory, what lies in it, and how it was begun."""
+"""run/rundir.py: a run's directory, its lock and its provenance."""
 
 import contextlib
 import json
@@ -13,10 +13,11 @@ from config import Config, Misuse
 from run import rundir
 
 
-def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
-    """Two resumes: neither takes the first command's place."""
-    for number, words in enumerate((["train.py"], ["train.py", "--resume"], ["again", "--resume"])):
-        monkeypatch.setattr(sys, "argv", words)
+def test_a_resumed_run_keeps_the_provenance_of_its_start(tmp_path, monkeypatch):
+    """It is resumed twice, and the first command is still there."""
+    commands = (["train.py"], ["train.py", "--resume"], ["again", "--resume"])
+    for number, command in enumerate(commands):
+        monkeypatch.setattr(sys, "argv", command)
         rundir.open_run(Config(run_dir=str(tmp_path), resume=number > 0)).close()
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["command"] == "again --resume" and about["begun"]["command"] == "train.py"
@@ -26,30 +27,28 @@ def test_a_resumed_run_keeps_how_it_was_begun(tmp_path, monkeypatch):
 
 def test_a_directory_that_another_run_uses_is_refused(tmp_path):
     first, second = Config(run_dir=str(tmp_path)), Config(run_dir=str(tmp_path), resume=True)
-    in_use = pytest.raises(Misuse, match="in use by another process")
-    with contextlib.closing(rundir.open_run(first)), in_use:
+    is_refused = pytest.raises(Misuse, match="in use by another process")
+    with contextlib.closing(rundir.open_run(first)), is_refused:
         rundir.open_run(second)
 
 
-def test_the_commit_of_changed_files_says_so(tmp_path, monkeypatch):
+def test_the_commit_is_marked_as_dirty_if_files_have_changed(tmp_path, monkeypatch):
     if shutil.which("git") is None:
         pytest.skip("NOT TESTED: no git")
     monkeypatch.setattr(rundir, "__file__", str(tmp_path / "rundir.py"))
     (tmp_path / "rundir.py").write_text("one")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@example.org"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
     clean = rundir.provenance()["git_commit"]
     (tmp_path / "rundir.py").write_text("two")
     assert re.fullmatch("[0-9a-f]{40}", clean)
     assert rundir.provenance()["git_commit"] == f"{clean}-dirty"
 
 
-def test_a_run_directory_that_not_all_processes_see_is_refused_and_left_as_it_was(
-    tmp_path, monkeypatch
-):
-    """On several nodes without a shared disk each would write its shards to its own."""
-    monkeypatch.setattr(rundir.distributed, "gather", lambda seen: [seen, False])
+def test_a_run_directory_that_some_process_cannot_see_is_refused_and_deleted(tmp_path, monkeypatch):
+    """On several nodes without a shared disk, each would write its shards to its own disk."""
+    monkeypatch.setattr(rundir.distributed, "gather", lambda is_visible: [is_visible, False])
     with pytest.raises(Misuse, match=r"not on a disk that all processes share \(rank 1 cannot"):
         rundir.open_run(Config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,5 @@
-"""reporting/trackers.py: a copy of each step's row and nothing else, one curve however often the
-run was resumed, and no package that is not asked for."""
+"""reporting/trackers.py: trackers receive each step's row and nothing else, and a resumed run
+continues its curve. Packages that no option names are not imported."""
 
 import importlib.machinery
 import sys
@@ -12,7 +12,7 @@ from reporting.trackers import TrackerError, Trackers
 
 
 class FakeRun:
-    """What both modules hand out; `rows` outlives it, as a dashboard does."""
+    """The run object that both fake modules return; `rows` is kept after it ends."""
 
     def __init__(self, rows, options):
         self.rows, self.options, self.is_open = rows, options, True
@@ -30,7 +30,7 @@ class FakeRun:
 
 @pytest.fixture(params=["wandb", "trackio"])
 def fake(request, monkeypatch):
-    """A module of that name: `runs`, what each init was given, and `rows`, what it has got."""
+    """A fake module of that name. `runs` records the arguments of each init; `rows`, all rows."""
     module = ModuleType(request.param)
     module.__spec__ = importlib.machinery.ModuleSpec(request.param, None)
     module.name, module.runs, module.rows = request.param, [], []
@@ -46,7 +46,7 @@ def fake(request, monkeypatch):
 
 
 def log_steps(run_dir, names, steps, resume_step=None, **config):
-    """What a session does in each step; the logger, still open."""
+    """Log steps as a session does; returns the open logger."""
     trackers = Trackers(names, run_dir, config, resume_step)
     logger = MetricsLogger(run_dir, resume_step, trackers=trackers)
     for step in steps:
@@ -56,7 +56,7 @@ def log_steps(run_dir, names, steps, resume_step=None, **config):
     return logger
 
 
-def test_a_row_holds_metrics_and_timings_and_what_is_no_number_is_left_out(tmp_path, fake):
+def test_a_row_has_metrics_and_timings_but_only_values_that_are_numbers(tmp_path, fake):
     run_dir = tmp_path / "run"
     log_steps(run_dir, [fake.name], [1], env="textcraft", rounds=(2, 4)).close()
     ((step, row),) = fake.rows
@@ -71,8 +71,8 @@ def test_a_row_holds_metrics_and_timings_and_what_is_no_number_is_left_out(tmp_p
         assert settings.disable_git and settings.disable_code and settings.x_disable_machine_info
 
 
-def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path, fake):
-    """And an evaluation that is made after a resume joins its step."""
+def test_a_resumed_run_continues_the_same_curve(tmp_path, fake):
+    """An evaluation that is repeated after a resume is added to its step."""
     log_steps(tmp_path, [fake.name], [1, 2]).close()
     logger = log_steps(tmp_path, [fake.name], [3], resume_step=2)
     logger.amend(3, {"eval/avg": 0.5})
@@ -83,7 +83,7 @@ def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path, fake):
     assert len(names) == 1 and {run.options["resume"] for run in fake.runs} == {"allow"}
 
 
-def test_a_tracker_that_fails_is_one_line_and_in_mid_run_it_is_left_out(
+def test_a_tracker_that_fails_prints_one_line_and_the_run_continues_without_it(
     tmp_path, fake, monkeypatch, capsys
 ):
     logger = log_steps(tmp_path, [fake.name], [1])
@@ -103,17 +103,17 @@ def test_a_tracker_that_fails_is_one_line_and_in_mid_run_it_is_left_out(
         Trackers([fake.name], tmp_path, {})
 
 
-# --- The real one --------------------------------------------------------------------------------
+# --- A real tracker ------------------------------------------------------------------------------
 
 
-def test_tensorboard_reads_one_curve_back(tmp_path):
+def test_tensorboard_reads_back_one_curve(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log_steps(tmp_path, ["tensorboard"], [1, 2, 3, 4], env="textcraft").close()
     log_steps(tmp_path, ["tensorboard"], [3, 4, 5], resume_step=2).close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    drawn = [(e.step, e.value) for e in events.Scalars("train/return_mean")]
-    assert drawn == [(n, pytest.approx(n / 10)) for n in range(1, 6)]
+    points = [(e.step, e.value) for e in events.Scalars("train/return_mean")]
+    assert points == [(n, pytest.approx(n / 10)) for n in range(1, 6)]
     assert "policy/loss" not in events.Tags()["scalars"]
     (text, *_) = events.Tensors("config/text_summary")
     assert b"textcraft" in text.tensor_proto.string_val[0]
