@@ -1,7 +1,7 @@
 """Set-up: create `.venv` with exactly the pinned packages.
 
-Every `make` target runs this file first. The first run creates `.venv` and installs a requirement
-set. Later runs only compare a hash with `.venv/setup.json`.
+`make` runs this file before any other command. The first run creates `.venv` and installs a
+requirement set. Later runs only compare a hash with `.venv/setup.json`.
 
 There are two sets: `cpu` (requirements.txt), and `cuda` (requirements-cuda.txt) if `nvidia-smi`
 lists a GPU. The cpu set is installed from its lock file with `--no-deps`, so the lock names every
