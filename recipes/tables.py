@@ -194,8 +194,7 @@ def comparison(
 
     Args:
         pairs: (arm, the arm to subtract, or "its start").
-        unit: compare the runs at the largest budget of this unit (turns, seconds) that all of
-            them have spent; "": compare them at their ends.
+        unit: compare at the largest budget (of turns, seconds) that all runs reach; "": at the end.
         tier_limit: turns in which a goal counts as solved in the columns by tier.
     """
     budget = common_budget([r for results in runs.values() for r in results], unit) if unit else 0
@@ -284,11 +283,8 @@ def noise() -> list[str]:
         gains = [after - before for before, after in zip(starts, ends, strict=True)]
         for name, values in ((f"end, in {limit} turns", ends), ("gain over the start", gains)):
             seeds = " ".join(f"{100 * v:.1f}" for v in values)
-            spread = (
-                statistics.fmean(values),
-                statistics.stdev(values),
-                smallest_effect(values, 3),
-            )
+            mean, deviation = statistics.fmean(values), statistics.stdev(values)
+            spread = (mean, deviation, smallest_effect(values, 3))
             rows.append((name, seeds, *(f"{100 * v:.1f}" for v in spread)))
     titles = "short, % | by seed | mean | standard deviation | smallest visible difference"
     return markdown(titles, rows)
