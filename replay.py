@@ -1,12 +1,12 @@
-"""Look at what the agent did: curves, trajectories turn by turn, and what goes wrong, in a browser.
+"""Look at a run in the browser: its curves, its trajectories turn by turn, and its failures.
 
     runs/NAME, an evaluation, a file ──> viewer/sources.py ──> viewer/server.py ──> viewer/page/
                                                           └──> viewer/export.py ──> one .html file
                                                           └──> --text ────────────> the terminal
 
-Everything is only read, and a run that is still training is shown as it grows. The page is served
-to this machine alone and loads nothing from elsewhere; from another machine:
-ssh -L 8610:127.0.0.1:8610 HOST.
+The program only reads. It can show a run that is still training, and updates the page as the run
+grows. Only this machine can open the page, and the page loads nothing from other machines. To look
+at it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST`.
 
 How to run:
 
@@ -17,7 +17,7 @@ How to run:
     python replay.py runs/A --text --failures            in the terminal
     python replay.py runs/A --text --trajectory s000003-t0001-k00
     python replay.py runs/A --api-base http://127.0.0.1:8000 --api-model NAME
-                                                         lets a model act in live play
+                                                         live play with this model
 
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line).
 
@@ -37,30 +37,30 @@ from pathlib import Path
 
 from reporting.logs import LogError
 from run.errors import print_error
-from viewer.overview import overview, what_goes_wrong
+from viewer.overview import overview, summarize_failures
 from viewer.sources import NoSource, Source, open_source
 from viewer.trajectories import outcome_of, trajectory_view
 
 PROG = "replay.py"
 PORT = 8610
-LISTED = 40  # trajectories, in a terminal
+MAX_ROWS = 40  # trajectories in a list in the terminal
 MAX_EXAMPLE = 100  # characters of a text in an overview
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="runs, evaluations, trajectory files")
-    parser.add_argument("--port", type=int, default=PORT, help="of the page; 0 takes a free one")
+    parser.add_argument("--port", type=int, default=PORT, help="port of the page; 0: a free one")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one .html file instead")
-    parser.add_argument("--limit", type=int, help="trajectories in the export, the newest ones")
+    parser.add_argument("--limit", type=int, help="number of newest trajectories to export")
     parser.add_argument("--text", action="store_true", help="print to the terminal instead")
-    parser.add_argument("--trajectory", metavar="ID", help="with --text: this one, turn by turn")
-    parser.add_argument("--failures", action="store_true", help="with --text: list what failed")
-    parser.add_argument("--file", metavar="NAME", help="with --text: e.g. step_000003 (the newest)")
-    parser.add_argument("--api-base", help="chat server of a model that may act in live play")
-    parser.add_argument("--api-model", help="the model's name there")
-    parser.add_argument("--api-key-env", help="environment variable that holds its key")
+    parser.add_argument("--trajectory", metavar="ID", help="with --text: print one, turn by turn")
+    parser.add_argument("--failures", action="store_true", help="with --text: list only failures")
+    parser.add_argument("--file", metavar="NAME", help="with --text: step_000003 (default: newest)")
+    parser.add_argument("--api-base", help="chat server of a model that can act in live play")
+    parser.add_argument("--api-model", help="name of the model at that server")
+    parser.add_argument("--api-key-env", help="environment variable that holds the server's key")
     options = parser.parse_args(argv)
     if bool(options.api_base) != bool(options.api_model):
         parser.error("--api-base and --api-model go together")
@@ -70,7 +70,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def open_sources(paths: Sequence[Path]) -> list[Source]:
-    """Raises: NoSource if one of them holds nothing to look at."""
+    """The sources at these paths, by default the newest run. Raises: NoSource if a path holds
+    nothing to show."""
     if not paths:
         runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
         if not runs:
@@ -80,7 +81,8 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
 
 
 def serve(sources: list[Source], options: argparse.Namespace) -> None:
-    """Serve the page until Ctrl-C. Raises: NoSource for a wrong address or a port in use."""
+    """Serve the page until Ctrl-C. Raises: NoSource if --api-base is wrong or the port is in
+    use."""
     import uvicorn
 
     from viewer.play import Environments, Play
@@ -97,7 +99,7 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
     except ValueError as error:
         raise NoSource(str(error)) from None
     except (OSError, OverflowError) as error:
-        raise NoSource(f"--port {options.port}: {error}; --port 0 takes a free one") from None
+        raise NoSource(f"--port {options.port}: {error}; --port 0 uses a free one") from None
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     with contextlib.closing(Environments()) as environments:
         app = create_app(sources, Play(environments, Path("runs"), model))
@@ -106,7 +108,7 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
         )
         names = ", ".join(source.name for source in sources)
         print(f"{names}: {url}  (Ctrl-C ends it)", flush=True)
-        # Without a screen a browser would take over the terminal.
+        # Without a screen, a text browser would take over the terminal.
         has_screen = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
         if has_screen and not options.no_browser:
             webbrowser.open(url)
@@ -118,48 +120,49 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
 
 
 def print_text(sources: Sequence[Source], options: argparse.Namespace) -> None:
-    """Raises: NoSource if a file or trajectory is not there."""
+    """Print the overview and a list, or one trajectory. Raises: NoSource if a file or trajectory
+    does not exist."""
     for source in sources:
         names = [file.name for file in source.files()]
         if options.file and options.file not in names:
             raise NoSource(f"{source.path} has no {options.file}; it has {', '.join(names[-5:])}")
         if options.trajectory:
             file, line = find(source, options.trajectory, options.file)
-            print(printable(trajectory_text(source, file, line)))
+            print(escape_controls(trajectory_text(source, file, line)))
             continue
         name = options.file or (names[-1] if names else None)
-        print(printable(overview_text(source, name)))
+        print(escape_controls(overview_text(source, name)))
         if name:
-            print(printable(f"\n{list_text(source, name, options.failures)}"))
+            print(escape_controls(f"\n{list_text(source, name, options.failures)}"))
 
 
-def printable(text: str) -> str:
-    """Control characters made visible: a model's text must not move the cursor, rename the window,
-    or make the terminal answer.
+def escape_controls(text: str) -> str:
+    """Make control characters visible. Otherwise a model's text could move the cursor, rename the
+    window, or make the terminal send input.
 
-    >>> printable("a\\x1b[31mb\\u202ec\\nd")
+    >>> escape_controls("a\\x1b[31mb\\u202ec\\nd")
     'a⟨U+001B⟩[31mb⟨U+202E⟩c\\nd'
     """
     return "".join(c if c in "\n\t" or c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
 def overview_text(source: Source, name: str | None) -> str:
-    """How the run goes, and what goes wrong in the file `name`."""
-    about = overview(source)
-    lines = [f"{source.name}: {about['env'] or 'unknown'}, {about['model'] or 'model unknown'}"]
-    lines += [f"  {sentence}" for sentence in about["headline"]]
+    """The state of the run, and a summary of the failures in the file `name`."""
+    summary = overview(source)
+    lines = [f"{source.name}: {summary['env'] or 'unknown'}, {summary['model'] or 'model unknown'}"]
+    lines += [f"  {sentence}" for sentence in summary["headline"]]
     if name is None:
         return "\n".join([*lines, "  no trajectories yet"])
-    wrong = what_goes_wrong(source.lines(name))
-    lines += ["", f"{name}: {wrong['failures']} of {wrong['episodes']} episodes failed"]
+    failures = summarize_failures(source.lines(name))
+    lines += ["", f"{name}: {failures['failures']} of {failures['episodes']} episodes failed"]
     titles = {
         "stops": "stopped by",
         "observations": "last observation",
         "repeated": "repeated action",
     }
     for key, title in titles.items():
-        lines += [f"  {title}:"] if wrong[key] else []
-        for entry in wrong[key]:
+        lines += [f"  {title}:"] if failures[key] else []
+        for entry in failures[key]:
             lines.append(
                 f"    {entry['count']:4d}  {' '.join(entry['text'].split())[:MAX_EXAMPLE]}"
             )
@@ -167,22 +170,22 @@ def overview_text(source: Source, name: str | None) -> str:
 
 
 def list_text(source: Source, name: str, only_failures: bool) -> str:
-    """The trajectories of a file, one a line."""
+    """The trajectories of a file, one per line."""
     rows = source.lines(name).rows
-    chosen = [row for row in rows if outcome_of(row) == "failed" or not only_failures]
+    selection = [row for row in rows if outcome_of(row) == "failed" or not only_failures]
     lines = [
-        f"{name}: {len(chosen)} of {len(rows)} trajectories",
+        f"{name}: {len(selection)} of {len(rows)} trajectories",
         f"{'id':22} {'task':20} {'sub-task':16} {'ended':12} {'return':>6} {'turns':>5}",
     ]
-    for row in chosen[:LISTED]:
+    for row in selection[:MAX_ROWS]:
         score = "-" if row["return"] is None else f"{row['return']:.2f}"
         lines.append(
             f"{row['trajectory_id'] or '-':22.22} {row['task_id'] or '-':20.20} "
             f"{row['subtask'] or '-':16.16} {row['stop_reason'] or '-':12.12} "
             f"{score:>6} {row['num_turns']:5d}"
         )
-    if len(chosen) > LISTED:
-        lines.append(f"... and {len(chosen) - LISTED} more")
+    if len(selection) > MAX_ROWS:
+        lines.append(f"... and {len(selection) - MAX_ROWS} more")
     return "\n".join(lines)
 
 
@@ -205,21 +208,21 @@ def trajectory_text(source: Source, name: str, number: int) -> str:
 
 
 def block(title: str, text: str) -> list[str]:
-    """Wrapped text with a title on the left."""
+    """Wrapped text with a title to its left."""
     width = max(40, min(100, shutil.get_terminal_size().columns) - 22)
     pieces = [p for line in text.split("\n") for p in textwrap.wrap(line, width) or [""]]
     return [f"{title if i == 0 else '':>20}  {piece}" for i, piece in enumerate(pieces)]
 
 
-def find(source: Source, trajectory_id: str, within: str | None = None) -> tuple[str, int]:
-    """(file, line) of a trajectory, in the newest file that has it, or in the file `within`: an
-    evaluation has the same ids as the step before it.
+def find(source: Source, trajectory_id: str, file_name: str | None = None) -> tuple[str, int]:
+    """(file, line) of a trajectory, in `file_name` or else in the newest file that has it. An
+    evaluation uses the same ids as the training step before it.
 
-    Raises: NoSource if there is none; similar ids are named.
+    Raises: NoSource if there is none; the message lists similar ids.
     """
     similar: list[str] = []
     for file in reversed(source.files()):
-        if within in (None, file.name):
+        if file_name in (None, file.name):
             ids = [str(row["trajectory_id"]) for row in source.lines(file.name).rows]
             if trajectory_id in ids:
                 return file.name, ids.index(trajectory_id)

@@ -22,7 +22,7 @@ def test_what_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch):
     for words, said in (
         (["nowhere"], "no such file"),
         (["empty"], "holds no run"),
-        ([str(run.parent)], "there are runs in it: run"),
+        ([str(run.parent)], "it contains runs: run"),
         (["bad.json"], "is not JSON"),
         (["notes.txt"], "neither .jsonl"),
         ([str(run), "--text", "--trajectory", "s000003-t0001-k77"], "s000003-t0001-k00"),
@@ -38,7 +38,7 @@ def test_a_port_in_use_and_a_missing_key_are_misuse(run, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert replay.main([str(run), "--port", str(port)]) == 2
-    assert "--port 0 takes a free one" in capsys.readouterr().err
+    assert "--port 0 uses a free one" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         replay.main(["--api-base", "http://a", "--api-model", "m", "--api-key-env", "NOSUCH"])
     assert ended.value.code == 2 and "NOSUCH" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""What replay.py reads, draws and serves: sources of trajectories, a page, live play, an export."""
+"""The parts of replay.py: sources of trajectories, a web page, live play, an export."""

@@ -1,11 +1,11 @@
-"""The page and its data in one file, to be opened from disk or sent to a colleague.
+"""Export: the page and its data in one file that opens from disk, e.g. to send to a colleague.
 
-Every answer that the page would ask a server for is computed beforehand and put into the file as
-JSON, by path. A page that is opened from disk cannot load modules, so they become one script, and
-the Content-Security-Policy allows only that script, by its hash: no text from a model or an
-environment can run, and the page asks nobody for anything.
+The file holds every answer that the page would request from the server, as JSON by request path. A
+page opened from disk cannot load modules, so all modules are joined into one script. The
+Content-Security-Policy allows only that script, by its hash. So no text from a model or an
+environment can run, and the page sends no requests.
 
-Read next: page/data.js, which answers from the inlined data.
+Read next: page/data.js, which reads the answers from the file.
 """
 
 from __future__ import annotations
@@ -19,82 +19,83 @@ from typing import Any
 from urllib.parse import quote
 
 from run.files import atomic_path
-from viewer.overview import overview, what_goes_wrong
+from viewer.overview import overview, summarize_failures
 from viewer.server import PAGE, as_json, describe
 from viewer.sources import NoSource, Source
 from viewer.trajectories import groups_of, trajectory_view
 
-MAX_MEGABYTES = 200  # without a limit
+MAX_MEGABYTES = 200  # larger exports need --limit
 POLICY = (
     "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-# The forms of import and export that the page's modules use; no two modules have the same name.
+# The only forms of import and export in the page's modules. All module names differ.
 IMPORT = re.compile(r'^import (\{[^}]*\}) from "[^"]*?([^/"]+)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) (\w+))", re.MULTILINE)
 
 
 def export(sources: Sequence[Source], out: Path, limit: int | None) -> int:
-    """Write the file, with the newest `limit` trajectories of each source; returns its bytes.
+    """Write the file with the newest `limit` trajectories of each source; returns its size in
+    bytes.
 
-    Raises: NoSource if there is no `limit` and the file would be too large; nothing is written.
+    Raises: NoSource if the file would be too large and `limit` is None; nothing is written.
     """
     if limit is not None:
         for source in sources:
             keep_newest(source, limit)
-    before, after = page_around()
+    page_start, page_end = split_page()
     with atomic_path(out) as new, open(new, "w", encoding="utf-8") as file:
-        file.write(before)
+        file.write(page_start)
         separator = "{"
         for path, answer in answers(sources):
             file.write(f"{separator}{as_json(path)}:{as_json(answer)}".replace("<", "\\u003c"))
             separator = ",\n"
             if limit is None and file.tell() > MAX_MEGABYTES * 1_000_000:
                 raise NoSource(
-                    f"the export would be larger than {MAX_MEGABYTES} MB; give --limit N for the "
-                    "N newest trajectories"
+                    f"the export would be larger than {MAX_MEGABYTES} MB; give --limit N to export "
+                    "only the N newest trajectories"
                 )
-        file.write("}" + after)
+        file.write("}" + page_end)
     return out.stat().st_size
 
 
 def keep_newest(source: Source, limit: int) -> None:
-    """Drop all but the newest trajectories from the source's indices; groups stay whole."""
+    """Drop all but the newest trajectories from the source's indices, without splitting groups."""
     for file in reversed(source.files()):
-        lines, kept = source.lines(file.name), []
+        lines, numbers = source.lines(file.name), []
         for group in groups_of(lines):
             if limit > 0:
-                kept += [row["line"] for row in group["rows"]]
+                numbers += [row["line"] for row in group["rows"]]
                 limit -= len(group["rows"])
-        lines.keep(sorted(kept))
+        lines.keep(sorted(numbers))
 
 
 def answers(sources: Sequence[Source]) -> Iterator[tuple[str, Any]]:
-    """(path, answer) of all that the page asks for."""
-    about = describe(sources, can_play=False) | {"live": False}
-    for described, source in zip(about["sources"], sources, strict=True):
-        counts = {file["name"]: len(source.lines(file["name"])) for file in described["files"]}
-        files = [file | {"count": counts[file["name"]]} for file in described["files"]]
-        described["files"] = [file for file in files if file["count"]]
-    yield "sources", about
-    for described, source in zip(about["sources"], sources, strict=True):
+    """(path, answer) of every request that the page can make."""
+    site = describe(sources, can_play=False) | {"live": False}
+    for source_info, source in zip(site["sources"], sources, strict=True):
+        counts = {file["name"]: len(source.lines(file["name"])) for file in source_info["files"]}
+        files = [file | {"count": counts[file["name"]]} for file in source_info["files"]]
+        source_info["files"] = [file for file in files if file["count"]]
+    yield "sources", site
+    for source_info, source in zip(site["sources"], sources, strict=True):
         yield f"overview/{source.number}", overview(source)
-        for file in described["files"]:
+        for file in source_info["files"]:
             yield from answers_of_file(source, file["name"])
 
 
 def answers_of_file(source: Source, name: str) -> Iterator[tuple[str, Any]]:
-    lines, where = source.lines(name), f"{source.number}/{quote(name, safe='')}"
-    yield f"list/{where}", {"rows": lines.rows}
-    yield f"groups/{where}", {"groups": groups_of(lines)}
-    yield f"wrong/{where}", what_goes_wrong(lines)
+    lines, path = source.lines(name), f"{source.number}/{quote(name, safe='')}"
+    yield f"list/{path}", {"rows": lines.rows}
+    yield f"groups/{path}", {"groups": groups_of(lines)}
+    yield f"wrong/{path}", summarize_failures(lines)
     for number in range(len(lines)):
         view = trajectory_view(source, name, number) | {"can_reenact": False}
-        yield f"trajectory/{where}/{number}", view
+        yield f"trajectory/{path}/{number}", view
 
 
-def page_around() -> tuple[str, str]:
-    """The page before the data and after it."""
+def split_page() -> tuple[str, str]:
+    """The page's HTML before the data and after it."""
     script = bundle("app.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(hash=digest)}">'
@@ -105,9 +106,9 @@ def page_around() -> tuple[str, str]:
         html,
     )
     html = re.sub(r"<script.*</script>\n", "", html)
-    before, _, after = html.partition("</body>")
-    before += '<script type="application/json" id="replay-data">'
-    return before, f"</script>\n<script>{script}</script>\n</body>{after}"
+    page_start, _, page_end = html.partition("</body>")
+    page_start += '<script type="application/json" id="replay-data">'
+    return page_start, f"</script>\n<script>{script}</script>\n</body>{page_end}"
 
 
 def read(name: str) -> str:
@@ -115,20 +116,20 @@ def read(name: str) -> str:
 
 
 def bundle(entry: str) -> str:
-    """One script of uPlot, a module and all that it imports, each in a function of its own that
-    returns what it exports."""
-    done: dict[str, str] = {}
+    """One script with uPlot, the module `entry` and everything that it imports. Each module becomes
+    a function that returns the module's exports."""
+    modules: dict[str, str] = {}
 
     def add(path: Path) -> None:
         source = path.read_text(encoding="utf-8")
-        for needed in re.findall(r'^import .* from "([^"]+)";$', source, re.MULTILINE):
-            if Path(needed).name not in done:
-                add(path.parent / needed)
-        exported = ", ".join(EXPORT.findall(source))
+        for imported in re.findall(r'^import .* from "([^"]+)";$', source, re.MULTILINE):
+            if Path(imported).name not in modules:
+                add(path.parent / imported)
+        exports = ", ".join(EXPORT.findall(source))
         body = EXPORT.sub("", IMPORT.sub(r'const \1 = MODULES["\2"];', source))
-        done[path.name] = (
-            f'MODULES["{path.name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();'
+        modules[path.name] = (
+            f'MODULES["{path.name}"] = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();'
         )
 
     add(PAGE / entry)
-    return "\n".join([read("vendor/uPlot.iife.min.js"), "const MODULES = {};", *done.values()])
+    return "\n".join([read("vendor/uPlot.iife.min.js"), "const MODULES = {};", *modules.values()])

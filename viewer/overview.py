@@ -1,4 +1,4 @@
-"""The first screen: is the run learning, and what goes wrong? From its logs and trajectories alone.
+"""The first screen: is the run learning, and how does it fail? Read from its logs and trajectories.
 
 Read next: server.py.
 """
@@ -19,16 +19,16 @@ from viewer.sources import EvaluationSource, Source, read_json, rows_of
 from viewer.trajectories import Lines, split_action
 
 Series = dict[str, list[tuple[int, float | None]]]
-SOME = 5  # steps that a sentence averages over
-IGNORED = ("run_dir", "resume", "out", "command")  # options that say where, not what
-MAX_ENTRIES = 6  # of each list of what goes wrong
-MAX_EXAMPLES = 8  # lines of each entry
-MAX_FAILURES = 400  # that are read in full
+NUM_AVERAGED = 5  # steps that a sentence averages over
+IGNORED = ("run_dir", "resume", "out", "command")  # options without effect on the results
+MAX_ENTRIES = 6  # in each list of a summary of failures
+MAX_EXAMPLES = 8  # line numbers in each entry
+MAX_FAILURES = 400  # failed trajectories that are read in full
 MAX_TEXT = 300  # characters
 
 
 def overview(source: Source) -> dict[str, Any]:
-    """What the first screen shows of a source."""
+    """The data of a source for the first screen."""
     rows = rows_of(source.path / "metrics.jsonl")
     series = series_of(rows) | series_of(rows_of(source.path / "timings.jsonl"))
     alarms = rows_of(source.path / ALARMS)
@@ -49,7 +49,7 @@ def overview(source: Source) -> dict[str, Any]:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> Series:
-    """name -> (step, number) of every row that has it; None was not finite.
+    """name -> (step, value) of every row that has this metric; None stands for NaN or infinity.
 
     >>> series_of([{"step": 1, "a": 0.5}, {"step": 2, "a": None, "b": "text"}])
     {'a': [(1, 0.5), (2, None)]}
@@ -83,8 +83,8 @@ def evaluations_of(source: Source) -> list[dict[str, Any]]:
     ]
 
 
-def differing(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Options in which the sources differ, a value for each source; none if there is only one."""
+def differing_options(sources: Sequence[Source]) -> dict[str, list[Any]]:
+    """The options in which the sources differ: name -> the value of each source."""
     configs = [source.config() for source in sources]
     names = dict.fromkeys(name for config in configs for name in config if name not in IGNORED)
     values = {name: [config.get(name) for config in configs] for name in names}
@@ -95,23 +95,25 @@ def differing(sources: Sequence[Source]) -> dict[str, list[Any]]:
     }
 
 
-# --------------------------------------------------------------------------------------- in words
+# --------------------------------------------------------------------------------------- sentences
 
 
 def headline(
     series: Series, evaluations: Sequence[Mapping[str, Any]], alarms: Sequence[Any]
 ) -> list[str]:
-    """At most four sentences that say how it goes."""
+    """Up to four sentences about the state of the run."""
     sentences = [held_out_sentence(evaluations), training_sentence(series)]
     if not evaluations:
         sentences.reverse()
     if alarms:
         last = alarms[-1]
-        others = f" ({len(alarms)} alarms in all)" if len(alarms) > 1 else ""
-        sentences.append(f"Alarm at step {last['step']}: {last['text']}{others}")
-    if lost := sum(v or 0 for _, v in series.get("train/env_failures", [])):
+        total = f" ({len(alarms)} alarms in total)" if len(alarms) > 1 else ""
+        sentences.append(f"Alarm at step {last['step']}: {last['text']}{total}")
+    if num_lost := sum(v or 0 for _, v in series.get("train/env_failures", [])):
         reasons = " or ".join(LOST)
-        sentences.append(f"{lost:.0f} trajectories were lost to a server or sampler ({reasons}).")
+        sentences.append(
+            f"{num_lost:.0f} trajectories were lost to a server or sampler ({reasons})."
+        )
     return [sentence for sentence in sentences if sentence]
 
 
@@ -120,31 +122,31 @@ def held_out_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
         return "No held-out tasks were evaluated."
     evaluations = [e for e in evaluations if e["overall"].get("value") is not None]
     if not evaluations:
-        return "No held-out episode could be measured: all were lost."
+        return "All held-out episodes were lost, so there is no held-out success rate."
     first, last = evaluations[0], evaluations[-1]
     num_trained = last.get("trained_on", 0)
     kind = f"tasks, {num_trained} of them trained on," if num_trained else "held-out tasks"
-    now = f"{percent(last['overall'])} of {last['overall'].get('items', '?')} {kind} solved"
+    result = f"{percent(last['overall'])} of {last['overall'].get('items', '?')} {kind} solved"
     if first is last:
-        return f"{now}{at_step(last)}."
+        return f"{result}{at_step(last)}."
     if first.get("env") != last.get("env"):
         return f"{len(evaluations)} environments evaluated."
     best = max(evaluations, key=lambda e: e["overall"]["value"])
     peak = "" if best is last else f"; best was {percent(best['overall'])}{at_step(best)}"
-    when = "first measured" if first.get("step") else "before training"
-    return f"{now}{at_step(last)}; {when} {percent(first['overall'])}{at_step(first)}{peak}."
+    start = "first measured" if first.get("step") else "before training"
+    return f"{result}{at_step(last)}; {start} {percent(first['overall'])}{at_step(first)}{peak}."
 
 
 def training_sentence(series: Series) -> str:
     values = [v for _, v in series.get("train/success_rate", []) if v is not None]
     if not values:
         return ""
-    if len(values) < 2 * SOME:
+    if len(values) < 2 * NUM_AVERAGED:
         return f"Solved in training: {100 * values[-1]:.0f} % in the last step."
-    first, last = fmean(values[:SOME]), fmean(values[-SOME:])
+    first, last = fmean(values[:NUM_AVERAGED]), fmean(values[-NUM_AVERAGED:])
     return (
-        f"Solved in training: {100 * first:.0f} % in the first {SOME} steps, "
-        f"{100 * last:.0f} % in the last {SOME}."
+        f"Solved in training: {100 * first:.0f} % in the first {NUM_AVERAGED} steps, "
+        f"{100 * last:.0f} % in the last {NUM_AVERAGED}."
     )
 
 
@@ -158,18 +160,18 @@ def at_step(scores: Mapping[str, Any]) -> str:
     return f" at step {scores['step']}" if scores.get("step") else ""
 
 
-# -------------------------------------------------------------------------------- what goes wrong
+# --------------------------------------------------------------------------------------- failures
 
 
-def what_goes_wrong(lines: Lines) -> dict[str, Any]:
-    """Of the failed episodes of a file: the last observation, repeated actions, and why they ended.
-    Episodes lost to the infrastructure are not failures of the policy."""
+def summarize_failures(lines: Lines) -> dict[str, Any]:
+    """The failed episodes of a file by last observation, repeated actions and stop reason. Episodes
+    lost to the infrastructure do not count, since they are not failures of the policy."""
     valid = [row for row in lines.rows if row["stop_reason"] not in LOST]
-    failed = [row for row in valid if row["success"] is False]
+    failures = [row for row in valid if row["success"] is False]
     stops, observations, repeated = (defaultdict[str, list[int]](list) for _ in range(3))
-    for row in failed:
+    for row in failures:
         stops[str(row["stop_reason"])].append(row["line"])
-    for number in [row["line"] for row in failed[:MAX_FAILURES]]:
+    for number in [row["line"] for row in failures[:MAX_FAILURES]]:
         turns = lines.read(number)["turns"]
         if text := last_observation(turns):
             observations[text].append(number)
@@ -177,7 +179,7 @@ def what_goes_wrong(lines: Lines) -> dict[str, Any]:
             repeated[action].append(number)
     return {
         "episodes": len(valid),
-        "failures": len(failed),
+        "failures": len(failures),
         "observations": most_frequent(observations),
         "repeated": most_frequent(repeated),
         "stops": most_frequent(stops),
@@ -185,11 +187,11 @@ def what_goes_wrong(lines: Lines) -> dict[str, Any]:
 
 
 def most_frequent(lines_of: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-    """The texts that occur most often, with the first lines in which they do."""
-    ordered = sorted(lines_of.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_ENTRIES]
+    """The most frequent texts, with the first lines that have them."""
+    entries = sorted(lines_of.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_ENTRIES]
     return [
         {"text": text, "count": len(lines), "lines": sorted(set(lines))[:MAX_EXAMPLES]}
-        for text, lines in ordered
+        for text, lines in entries
     ]
 
 
@@ -199,7 +201,7 @@ def last_observation(turns: Sequence[Mapping[str, Any]]) -> str:
 
 
 def repeated_actions(turns: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Actions that an episode repeated immediately, each as often as it did.
+    """Actions that repeat the action before them.
 
     >>> repeated_actions([{"action_text": "Action: look"}] * 3 + [{"action_text": "Action: go"}])
     ['look', 'look']

@@ -1,10 +1,10 @@
-"""Live environments: play an episode by hand, or play a recorded one again.
+"""Live environments: play an episode yourself, or re-enact a recorded one.
 
-An environment is served as in training, by `python -m envs.server` on this machine, started when it
-is first needed. An episode played by hand becomes a trajectory without tokens, like that of a model
-behind a chat server. To re-enact a trajectory, its actions are sent to a fresh session: in a
-deterministic environment each observation must equal the recorded one, and the states, which runs
-seldom record, are there to draw.
+As in training, `python -m envs.server` serves the environment; it is started on first use. An
+episode that a person plays becomes a trajectory without tokens, like one from a chat server. To
+re-enact a trajectory, its actions are sent to a new session. In a deterministic environment, each
+observation must equal the recorded one. Re-enacting also gives the states to draw, which few runs
+record.
 
 Read next: server.py.
 """
@@ -29,27 +29,27 @@ from viewer.trajectories import opening_of, split_action, task_of
 if TYPE_CHECKING:
     from sampling.chatapi import ChatApi
 
-MAX_TURNS = 1_000  # of an episode played by hand
-MODEL_TOKENS = 512  # of a model's answer
+MAX_TURNS = 1_000  # of an episode that a person plays
+MODEL_TOKENS = 512  # maximum length of a model's answer
 
 
 class PlayError(RuntimeError):
-    """This cannot be played; the message says why."""
+    """The episode cannot be played; the message gives the reason."""
 
 
 @contextlib.contextmanager
 def play_errors() -> Iterator[None]:
-    """Errors of an environment or a model as PlayError."""
+    """Turn errors of an environment or a model into PlayError."""
     try:
         yield
     except AllServersDown as error:
-        raise PlayError(f"{error}; try again, then a new server is started") from None
+        raise PlayError(f"{error}; try again to start a new server") from None
     except (RunFailed, ValueError, ImportError) as error:
         raise PlayError(str(error)) from None
 
 
 class Environments:
-    """Servers of environments by name, each started when it is first needed; `close` ends all."""
+    """Environment servers by name, each started on first use; `close` stops them all."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -58,7 +58,7 @@ class Environments:
 
     def client(self, env: str) -> EnvClient:
         """A new session. Raises: PlayError if the environment cannot be started."""
-        if env not in ENVS:  # what is imported must not depend on a file that is only looked at
+        if env not in ENVS:  # `env` can come from a file, which must not choose what is imported
             raise PlayError(f"{env!r} is not one of the environments: {', '.join(ENVS)}")
         with self._lock, play_errors():
             if env not in self._pools:
@@ -75,39 +75,40 @@ class Environments:
 
 
 def reenact(environments: Environments, line: Mapping[str, Any], env: str | None) -> dict[str, Any]:
-    """Play a trajectory's actions in a fresh session and compare the observations.
+    """Play a trajectory's actions in a new session and compare the observations.
 
     Returns: first_difference ({turn, then, now}; turn 0 is the first observation) or None,
         first_state, and a state for each turn that was played.
-    Raises: PlayError if its environment or task is not known here.
+    Raises: PlayError if its environment or task is unknown.
     """
-    from rollout import state_of  # imports torch, which would delay the page's start by seconds
+    from rollout import state_of  # here, because importing torch would delay the page by seconds
 
     task = task_of(line, env)
     if task is None:
         raise PlayError(f"{line.get('task_id')!r} does not name a task of an environment")
-    then, difference, states = opening_of(line)[-1]["content"], None, []
+    recorded, difference, states = opening_of(line)[-1]["content"], None, []
     with contextlib.closing(environments.client(task[0])) as client, play_errors():
-        now = client.reset(task[1], seed=line.get("seed") or 0)
+        observation = client.reset(task[1], seed=line.get("seed") or 0)
         first_state = state_of(client)
-        if now != then:
-            difference = {"turn": 0, "then": then, "now": now}
+        if observation != recorded:
+            difference = {"turn": 0, "then": recorded, "now": observation}
         for number, turn in enumerate(line["turns"], start=1):
-            then = turn["observation_text"]
-            was_cut = not then and line.get("stop_reason") == "length"  # by the budget: not played
+            recorded = turn["observation_text"]
+            # The token budget cut this turn, so it was not played.
+            was_cut = not recorded and line.get("stop_reason") == "length"
             if was_cut or difference:
                 break
             result = client.step(turn["action_text"])
             states.append(state_of(client))
-            if result.observation != then:
-                difference = {"turn": number, "then": then, "now": result.observation}
+            if result.observation != recorded:
+                difference = {"turn": number, "then": recorded, "now": result.observation}
             if result.terminated or result.truncated:
                 break
     return {"first_difference": difference, "first_state": first_state, "states": states}
 
 
 class Play:
-    """Episodes played by hand; `save` appends them to `folder`/played.jsonl."""
+    """Episodes that a person plays; `save` appends them to `folder`/played.jsonl."""
 
     def __init__(
         self, environments: Environments, folder: Path, model: ChatApi | None = None
@@ -116,19 +117,20 @@ class Play:
         self._sessions: dict[str, tuple[EnvClient, Trajectory]] = {}
 
     def list_environments(self) -> dict[str, Any]:
-        """What can be played (number of test tasks, index of the first one and of the last task of
-        all), and what an environment lacks to be played."""
-        listed = []
+        """All environments and the model's name. Fields of an environment: the number of test
+        tasks, the index of the first test task, the last index of all tasks. For one that cannot be
+        played: the reason."""
+        environments = []
         for env in ENVS:
-            about: dict[str, Any]
+            fields: dict[str, Any]
             try:
                 tests = load_tasks(env, "test")
-                about = {"tasks": len(tests), "first": tests[0].task_index, "why_not": None}
-                about["last"] = get_env(env).num_tasks() - 1
+                fields = {"tasks": len(tests), "first": tests[0].task_index, "why_not": None}
+                fields["last"] = get_env(env).num_tasks() - 1
             except (ImportError, OSError, ValueError) as error:
-                about = {"why_not": f"{error}; make setup ENV={env}"}
-            listed.append({"env": env} | about)
-        return {"worlds": listed, "model": self.model and self.model.model}
+                fields = {"why_not": f"{error}; make setup ENV={env}"}
+            environments.append({"env": env} | fields)
+        return {"worlds": environments, "model": self.model and self.model.model}
 
     def new(self, env: str, task_index: int) -> dict[str, Any]:
         from rollout import state_of
@@ -149,19 +151,19 @@ class Play:
         return self._show(session)
 
     def step(self, session: str, text: str) -> dict[str, Any]:
-        """Play what was typed; a bare action is written as a model would write it."""
+        """Play the text that was typed; a bare action gets the prefix that models write."""
         from rollout import state_of, take_result
 
         client, t = self._session(session)
         if t.stop_reason:
-            raise PlayError("this episode has ended; begin a new one")
+            raise PlayError("this episode has ended; start a new one")
         if "Action:" not in text and "<" not in text:
             text = f"Action: {text}"
-        began = time.perf_counter()
+        start = time.perf_counter()
         with play_errors():
             result = client.step(text)
         turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type] # no tokens
-        turn.env_s = time.perf_counter() - began
+        turn.env_s = time.perf_counter() - start
         turn.state = state_of(client)
         t.messages.append({"role": "assistant", "content": text})
         t.turns.append(turn)
@@ -176,14 +178,14 @@ class Play:
 
     def let_model_act(self, session: str) -> dict[str, Any]:
         if self.model is None:
-            raise PlayError("no model was named; start with --api-base URL --api-model NAME")
+            raise PlayError("no model; start replay.py with --api-base URL --api-model NAME")
         messages, seed = self._session(session)[1].messages, secrets.randbelow(2**31)
         with play_errors():
             text = self.model.complete(messages, MODEL_TOKENS, 1.0, seed)
         return self.step(session, text)
 
     def save(self, session: str) -> dict[str, Any]:
-        """Append the episode to played.jsonl; this ends it."""
+        """End the episode and append it to played.jsonl."""
         t = self._session(session)[1]
         if not t.stop_reason:
             t.stop("max_rounds")
@@ -200,7 +202,7 @@ class Play:
 
     def _session(self, session: str) -> tuple[EnvClient, Trajectory]:
         if session not in self._sessions:
-            raise PlayError("this episode is closed; begin a new one")
+            raise PlayError("this episode is closed; start a new one")
         return self._sessions[session]
 
     def _show(self, session: str) -> dict[str, Any]:
@@ -215,14 +217,14 @@ class Play:
             "observation": last.observation_text if last else t.messages[-1]["content"],
             "state": last.state if last else t.first_state,
             "available": available,
-            "turns": [played_turn(turn) for turn in t.turns],
+            "turns": [turn_view(turn) for turn in t.turns],
             "done": t.stop_reason is not None,
             "reward": t.total_return,
             "success": t.success,
         }
 
 
-def played_turn(turn: Turn) -> dict[str, Any]:
+def turn_view(turn: Turn) -> dict[str, Any]:
     thought, action = split_action(turn.action_text)
     names = ("action_text", "observation_text", "reward", "parse_error", "env_s")
     return {"thought": thought, "action": action, **{n: getattr(turn, n) for n in names}}

@@ -1,17 +1,19 @@
 """The page and its data over HTTP, for browsers on this machine.
 
     GET  /                            the page; /page/NAME its files
-    GET  /api/sources  /api/version   the sources, and a number that changes with what is to be seen
+    GET  /api/sources                 all sources and their files
+    GET  /api/version                 a number that changes when there is something new to show
     GET  /api/overview/S              curves, evaluations, alarms of source S
-    GET  /api/{list,groups,wrong}/S/FILE       trajectories by their heads; what fails
+    GET  /api/{list,groups}/S/FILE    the heads of all trajectories, alone or by group
+    GET  /api/wrong/S/FILE            a summary of the failures
     GET  /api/trajectory/S/FILE/LINE  one trajectory
     GET  /api/search/S?text=          lines of JSON: hits and progress
     POST /api/reenact/S/FILE/LINE  /api/play/...      live environments (play.py)
 
-Text that a model, an environment or a web site wrote is only ever shown as text, and no path comes
-from the page: S is a number and FILE a name that the source lists. Other web pages can neither read
-nor play: the Host must be this machine, a request that names its Origin must come from this page,
-and the Content-Security-Policy lets the page load nothing else.
+Security: text from a model, an environment or a web site is only shown, never run. The page cannot
+request arbitrary paths: S is a number and FILE a name that the source lists. Other web pages can
+neither read nor play. The Host must be this machine, a request with an Origin must come from this
+page, and the Content-Security-Policy lets the page load nothing else.
 
 Read next: page/app.js.
 """
@@ -31,7 +33,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
-from viewer.overview import differing, overview, what_goes_wrong
+from viewer.overview import differing_options, overview, summarize_failures
 from viewer.play import Play, PlayError, reenact
 from viewer.sources import Source
 from viewer.trajectories import groups_of, search, trajectory_view
@@ -48,7 +50,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# Of an answer, by what was raised; a ValueError is a damaged log or a number that is not one.
+# HTTP status of an exception. ValueError: a damaged log, or a number that does not parse.
 STATUS = {PlayError: 409, LookupError: 404, OSError: 404, ValueError: 400}
 MAX_HITS = 500  # of a search
 PROGRESS_S = 0.2  # between two progress lines of a search
@@ -56,7 +58,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def as_json(content: Any) -> str:
-    """ASCII, since a model may have written half a surrogate pair."""
+    """ASCII, because a model's text can hold half a surrogate pair."""
     return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
 
@@ -65,7 +67,7 @@ def answer(content: Any, status: int = 200) -> Response:
 
 
 def create_app(sources: Sequence[Source], play: Play | None = None) -> FastAPI:
-    """The app; without `play` nothing can be played."""
+    """The web app; without `play` it has no live environments."""
     app = FastAPI(title="replay", docs_url=None, redoc_url=None, openapi_url=None)
     app.middleware("http")(guard)
     for kind, status in STATUS.items():
@@ -79,9 +81,9 @@ def create_app(sources: Sequence[Source], play: Play | None = None) -> FastAPI:
 
 
 async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Answer this server's own page only; every answer carries the policy."""
+    """Answer only this server's page, and add the security headers to every answer."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    # The port is not compared: behind an SSH tunnel it is another one.
+    # Ignore the port, which an SSH tunnel can change.
     is_local = host.partition(":")[0].lower() in LOCAL_NAMES
     if is_local and (origin is None or urlsplit(origin).netloc == host):
         response = await proceed(request)
@@ -99,12 +101,12 @@ async def report(status: int, _: Request, error: Exception) -> Response:
 
 
 def describe(sources: Sequence[Source], can_play: bool) -> dict[str, Any]:
-    """What the page knows from the start."""
+    """The data that the page loads first."""
     return {
         "version": version_of(sources),
         "live": any(source.is_live() for source in sources),
         "can_play": can_play,
-        "differing": differing(sources),
+        "differing": differing_options(sources),
         "sources": [
             {"id": source.number, "name": source.name, "kind": source.kind}
             | {"files": source.listing(), "status": source.status()}
@@ -140,7 +142,7 @@ def add_data(app: FastAPI, sources: Sequence[Source], can_play: bool) -> None:
 
     @app.get("/api/wrong/{number}/{name}")
     def wrong(number: int, name: str) -> Response:
-        return answer(what_goes_wrong(sources[number].lines(name)))
+        return answer(summarize_failures(sources[number].lines(name)))
 
     @app.get("/api/trajectory/{number}/{name}/{line}")
     def trajectory(number: int, name: str, line: int) -> Response:
@@ -153,38 +155,38 @@ def add_data(app: FastAPI, sources: Sequence[Source], can_play: bool) -> None:
 
 
 def search_source(source: Source, text: str) -> Iterator[dict[str, Any]]:
-    """Hits in all files of a source, newest first, with progress between them."""
+    """Hits in all files of a source, newest file first, and progress events between them."""
     files = source.files()[::-1]
-    total = sum(file.path.stat().st_size for file in files)
-    before, hits, last_progress = 0, 0, 0.0
+    total_bytes = sum(file.path.stat().st_size for file in files)
+    earlier_bytes, num_hits, last_progress = 0, 0, 0.0
     for file in files:
-        for done, hit in search(source.lines(file.name), text):
+        for num_bytes, hit in search(source.lines(file.name), text):
             if hit:
-                hits += 1
+                num_hits += 1
                 yield {"hit": {"file": file.name, **hit}}
-            if hits == MAX_HITS:
-                yield {"done": True, "hits": hits, "cut": True}
+            if num_hits == MAX_HITS:
+                yield {"done": True, "hits": num_hits, "cut": True}
                 return
             if time.monotonic() - last_progress > PROGRESS_S:
                 last_progress = time.monotonic()
-                yield {"progress": [before + done, total]}
-        before += file.path.stat().st_size
-    yield {"done": True, "hits": hits, "cut": False}
+                yield {"progress": [earlier_bytes + num_bytes, total_bytes]}
+        earlier_bytes += file.path.stat().st_size
+    yield {"done": True, "hits": num_hits, "cut": False}
 
 
 # ------------------------------------------------------------------------------------------- play
 
 
 def add_play(app: FastAPI, sources: Sequence[Source], play: Play) -> None:
-    # FastAPI runs these in threads, so the page is served while an environment takes its time.
+    # FastAPI runs these in threads, so a slow environment does not block the page.
     @app.post("/api/reenact/{number}/{name}/{line}")
     def reenact_line(number: int, name: str, line: int) -> Response:
         source = sources[number]
         return answer(reenact(play.environments, source.lines(name).read(line), source.env))
 
-    @app.post("/api/play/{what}")
-    def act(what: str, body: dict[str, Any]) -> Response:
-        actions: dict[str, Callable[[], Any]] = {
+    @app.post("/api/play/{command}")
+    def run_command(command: str, body: dict[str, Any]) -> Response:
+        commands: dict[str, Callable[[], Any]] = {
             "worlds": play.list_environments,
             "new": lambda: play.new(body["env"], body["task_index"]),
             "step": lambda: play.step(body["session"], body["action"]),
@@ -193,4 +195,4 @@ def add_play(app: FastAPI, sources: Sequence[Source], play: Play) -> None:
             "save": lambda: play.save(body["session"]),
             "close": lambda: play.close(body["session"]),
         }
-        return answer(actions[what]())
+        return answer(commands[command]())

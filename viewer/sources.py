@@ -1,11 +1,11 @@
-"""What replay.py is given becomes a source: a run, an evaluation, or a file of trajectories.
+"""Each path on replay.py's command line is a source: a run, an evaluation or a trajectory file.
 
     a run          config.json, metrics.jsonl, trajectories/step_*.jsonl and eval_*.jsonl
     an evaluation  eval.json and trajectories.jsonl, or a folder per environment with both
-    a file         a trajectory a line, or AgentTraj conversations as .json or .jsonl
+    a file         one trajectory per line, or AgentTraj conversations as .json or .jsonl
 
-Sources are only read. A page names files as a source lists them ("step_000003"); nothing that a
-page sends is used as a path.
+Sources are only read. The page refers to a file by its name in the source's list ("step_000003"),
+so nothing that the page sends is used as a path.
 
 Read next: overview.py, trajectories.py, server.py.
 """
@@ -22,41 +22,41 @@ from typing import Any, Literal
 from reporting.logs import read_log
 from viewer.trajectories import Lines, open_lines, parse
 
-READ_AT_ONCE = 20_000_000  # bytes of files that are indexed just to list how many lines they have
-ALIVE_S = 600.0  # a run that has written nothing for longer is not live
+SMALL_SOURCE_BYTES = 20_000_000  # up to this size, listing a source counts the lines of all files
+LIVE_S = 600.0  # a run that has written nothing for longer is not live
 
 
 FileKind = Literal["train", "eval", "other"]
 
 
 class NoSource(ValueError):
-    """There is nothing to look at; the message says what was expected."""
+    """There is nothing to show; the message says what was expected."""
 
 
 @dataclass(frozen=True)
 class TrajectoryFile:
-    name: str  # that pages use
+    name: str  # as the page refers to it
     path: Path
     kind: FileKind
     step: int | None
 
 
 class Source:
-    """One path of the command line; by itself, a file of trajectories."""
+    """One path of the command line. This base class is a single file of trajectories."""
 
     kind: Literal["run", "evaluation", "file"] = "file"
 
     def __init__(self, number: int, path: Path) -> None:
         self.number, self.path = number, path
         self.name = path.resolve().name
-        self._open: dict[str, tuple[str, Lines]] = {}  # stamp of each file when it was indexed
+        self._indexed: dict[str, tuple[str, Lines]] = {}  # name -> version of the file, its index
 
     def files(self) -> list[TrajectoryFile]:
-        """All files that are there now, in the order of steps."""
+        """All files that exist now, in the order of steps."""
         return [TrajectoryFile(self.path.stem, self.path, "other", None)]
 
     def config(self) -> dict[str, Any]:
-        """The options of the run or evaluation, as far as they are known."""
+        """The options of the run or evaluation; empty if unknown."""
         return {}
 
     @property
@@ -67,41 +67,42 @@ class Source:
         return False
 
     def status(self) -> str:
-        """How far a run is; "" for what is not a run."""
+        """The progress of a run; "" for other sources."""
         return ""
 
     def logs(self) -> list[Path]:
-        """What the overview reads, besides the trajectories."""
+        """Files that the overview reads, besides the trajectories."""
         return []
 
     def state(self) -> str:
-        """Changes whenever there is something new to see."""
-        return "|".join(stamp(path) for path in [*(f.path for f in self.files()), *self.logs()])
+        """A text that changes whenever there is something new to show."""
+        paths = [*(f.path for f in self.files()), *self.logs()]
+        return "|".join(file_version(path) for path in paths)
 
     def lines(self, name: str) -> Lines:
-        """The index of a file, up to date. Raises: KeyError if the source lists no such file."""
+        """The current index of a file. Raises: KeyError if the source has no such file."""
         path = {file.name: file.path for file in self.files()}[name]
-        now = stamp(path)
-        if name not in self._open or self._open[name][0] != now:
-            self._open[name] = now, open_lines(path)
-        return self._open[name][1]
+        version = file_version(path)
+        if name not in self._indexed or self._indexed[name][0] != version:
+            self._indexed[name] = version, open_lines(path)
+        return self._indexed[name][1]
 
     def listing(self) -> list[dict[str, Any]]:
-        """Its files as pages list them. The number of trajectories is given for files that have
-        been indexed, and for all files of a small source."""
-        files, listed = self.files(), []
-        is_small = sum(file.path.stat().st_size for file in files) < READ_AT_ONCE
+        """The files for the page's list. Files that have been indexed, and all files of a small
+        source, have their number of trajectories."""
+        files, rows = self.files(), []
+        is_small = sum(file.path.stat().st_size for file in files) < SMALL_SOURCE_BYTES
         for file in files:
-            about = {"name": file.name, "kind": file.kind, "step": file.step}
-            if is_small or file.name in self._open:
+            row = {"name": file.name, "kind": file.kind, "step": file.step}
+            if is_small or file.name in self._indexed:
                 lines = self.lines(file.name)
-                about |= {"count": len(lines), "broken": lines.broken}
-            listed.append(about)
-        return listed
+                row |= {"count": len(lines), "broken": lines.broken}
+            rows.append(row)
+        return rows
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The one kept with the run or evaluation, read without a model library; else None."""
+        """The tokenizer saved with the run or evaluation, or None. It needs no model library."""
         from tokenizers import Tokenizer
 
         for folder in (self.path, *self.path.resolve().parents[:2]):
@@ -110,7 +111,7 @@ class Source:
         return None
 
     def text_of(self, ids: list[int]) -> list[str] | None:
-        """The text of each token by itself (part of a character: U+FFFD); None without a
+        """The text of each single token (U+FFFD for part of a character); None without a
         tokenizer."""
         if self.tokenizer is None:
             return None
@@ -136,11 +137,12 @@ class RunSource(Source):
         return {"algorithm": saved.get("method")} | saved.get("config", {})
 
     def is_live(self) -> bool:
-        """Whether it wrote something lately and has steps left."""
-        written = max(path.stat().st_mtime for path in (self.path, *self.logs()) if path.exists())
+        """Whether the run has written something recently and has steps left."""
+        paths = [path for path in (self.path, *self.logs()) if path.exists()]
+        last_write = max(path.stat().st_mtime for path in paths)
         steps = self.config().get("steps")
         is_done = steps is not None and self.last_step() >= steps
-        return time.time() - written < ALIVE_S and not is_done
+        return time.time() - last_write < LIVE_S and not is_done
 
     def status(self) -> str:
         steps, log = self.config().get("steps"), self.logs()[0]
@@ -150,16 +152,17 @@ class RunSource(Source):
         return ", ".join(parts)
 
     def last_step(self) -> int:
-        """By its log, or by its trajectories: some methods do not play in every step."""
-        played = [file.step or 0 for file in self.files() if file.kind == "train"]
-        return max([0, *played, *(row["step"] for row in rows_of(self.logs()[0])[-1:])])
+        """The last step in the log or among the trajectories; some methods do not play in every
+        step."""
+        file_steps = [file.step or 0 for file in self.files() if file.kind == "train"]
+        return max([0, *file_steps, *(row["step"] for row in rows_of(self.logs()[0])[-1:])])
 
     def logs(self) -> list[Path]:
         return [self.path / name for name in ("metrics.jsonl", "timings.jsonl", "eval")]
 
 
 class EvaluationSource(Source):
-    """Results of evaluate.py: of one environment, or a folder for each."""
+    """Results of evaluate.py for one environment, or a folder per environment."""
 
     kind = "evaluation"
 
@@ -178,7 +181,7 @@ class EvaluationSource(Source):
 
 
 def open_source(number: int, path: Path) -> Source:
-    """The source at `path`. Raises: NoSource if there is nothing to look at."""
+    """The source at `path`. Raises: NoSource if there is nothing to show."""
     if not path.exists():
         raise NoSource(f"{path}: no such file or directory")
     if path.is_file():
@@ -197,15 +200,15 @@ def open_source(number: int, path: Path) -> Source:
     evaluation = EvaluationSource(number, path)
     if evaluation.files():
         return evaluation
-    if (path / "config.json").exists():  # a run that has written nothing else yet
+    if (path / "config.json").exists():  # a run that has not written anything else yet
         return RunSource(number, path)
     runs = sorted(p.parent.name for p in path.glob("*/trajectories"))
-    hint = f"; there are runs in it: {', '.join(runs[:5])}" if runs else ""
+    hint = f"; it contains runs: {', '.join(runs[:5])}" if runs else ""
     raise NoSource(f"{path} holds no run and no evaluation{hint}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none."""
+    """The JSON object in a file; empty if there is none."""
     return (parse(path.read_bytes()) if path.is_file() else None) or {}
 
 
@@ -213,9 +216,9 @@ def rows_of(log: Path) -> list[dict[str, Any]]:
     return read_log(log) if log.exists() else []
 
 
-def stamp(path: Path) -> str:
-    """Changes when the file does, also by another file under its name."""
+def file_version(path: Path) -> str:
+    """A text that changes when the file changes or is replaced."""
     if not path.exists():
         return ""
-    about = path.stat()
-    return f"{about.st_size}.{about.st_mtime_ns}.{about.st_ino}"
+    stat = path.stat()
+    return f"{stat.st_size}.{stat.st_mtime_ns}.{stat.st_ino}"

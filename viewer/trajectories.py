@@ -1,15 +1,15 @@
-"""A file of trajectories: the heads of its lines, the samples of a group, one whole.
+"""A file of trajectories: an index of its lines, groups of samples, search, one trajectory.
 
-A run writes less than a kilobyte of facts about a trajectory and many times that of text and
-tokens. `Trajectory.to_line` writes the facts first, so the index only parses the head of each line:
+A line has less than a kilobyte of short fields and many times that of text and tokens.
+`Trajectory.to_line` writes the short fields first, so the index only parses the head of each line:
 
     {"trajectory_id":...,"return":1.0,...,"messages":[...],"turns":[...],"input_ids":[...],...}
      ^---------------- head ------------^ the rest is read when somebody opens the trajectory
 
-A line whose head is not that of a trajectory is counted and skipped, so everything after the index
-can rely on the types of a row.
+The index counts and skips lines whose head is not a trajectory's. All later code can therefore rely
+on the types in a row.
 
-Read next: overview.py; server.py, which answers with these; page/trajectory.js, which shows them.
+Read next: overview.py; server.py, which serves these; page/trajectory.js, which shows them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 TEXTS = ("trajectory_id", "env", "task_id", "subtask", "stop_reason", "error")
 NUMBERS = ("step", "group_id", "success", "used_in_loss", *DERIVED_FIELDS)
-TAGGED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)  # how SearchQA's prompt asks
+TAGGED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)  # the action format of SearchQA
 
 
 # ----------------------------------------------------------------------------------------- a line
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """A JSON object; None for anything else. NaN and infinity, which JSON lacks, become None."""
+    """A JSON object, or None for anything else. NaN and infinity, which JSON lacks, become None."""
     try:
         value = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -53,9 +53,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def head_of(line: bytes) -> Row | None:
-    """The short facts of a line; None if the line is not a whole trajectory."""
-    is_whole = line.rstrip().endswith(b"}")
-    end = line.find(HEAD_END.encode()) if is_whole else -1
+    """The short fields of a line; None if the line is not a complete trajectory."""
+    is_complete = line.rstrip().endswith(b"}")
+    end = line.find(HEAD_END.encode()) if is_complete else -1
     head = parse(line[:end] + b"}") if end > 0 else parse(line)
     if head is None or not isinstance(head.get("num_turns"), int):
         return None
@@ -66,14 +66,14 @@ def head_of(line: bytes) -> Row | None:
 
 
 def outcome_of(row: Row) -> str:
-    """solved, failed, lost or unknown."""
+    """Outcome of a trajectory: solved, failed, lost or unknown."""
     if row["stop_reason"] in LOST:
         return "lost"
     return {True: "solved", False: "failed"}.get(row["success"], "unknown")
 
 
 def opening_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages before the first turn: the prompt, which may hold answers of its own, and the
+    """The messages before the first turn: the prompt, which can contain example answers, and the
     first observation."""
     messages: list[dict[str, Any]] = line["messages"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -102,7 +102,7 @@ def split_action(text: str) -> tuple[str | None, str | None]:
 
 
 def task_of(line: Mapping[str, Any], env: str | None) -> tuple[str, int] | None:
-    """Environment and index of a trajectory's task; None if its id does not name one.
+    """(environment, index) of a trajectory's task; None if its id does not name a task.
 
     >>> task_of({"env": "textcraft", "task_id": "textcraft_31"}, None)
     ('textcraft', 31)
@@ -117,27 +117,27 @@ def task_of(line: Mapping[str, Any], env: str | None) -> tuple[str, int] | None:
 
 @dataclass
 class Lines:
-    """The trajectories of a .jsonl file, as it was when it was indexed."""
+    """The index of a .jsonl file of trajectories."""
 
     path: Path
-    rows: list[Row]  # the head of each; "line" counts from 0
-    offsets: list[int]  # where each begins, in bytes
-    broken: int  # lines that are not trajectories
+    rows: list[Row]  # the head of each trajectory; "line" counts from 0
+    offsets: list[int]  # start of each trajectory, in bytes
+    broken: int  # number of lines that are not trajectories
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, number: int) -> dict[str, Any]:
-        """The whole of trajectory `number`. Raises LookupError if the file has changed."""
+        """All fields of trajectory `number`. Raises LookupError if the file has changed."""
         with open(self.path, "rb") as file:
             file.seek(self.offsets[number])
             line = parse(file.readline())
         if line is None:
-            raise LookupError(f"{self.path.name} has changed; look again")
+            raise LookupError(f"{self.path.name} has changed; reload the page")
         return line
 
-    def whole_lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """(number, bytes so far, line) of every trajectory."""
+    def raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """(number, bytes read so far, line) of every trajectory."""
         with open(self.path, "rb") as file:
             for number, offset in enumerate(self.offsets):
                 file.seek(offset)
@@ -145,13 +145,13 @@ class Lines:
                 yield number, offset + len(line), line
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Drop all other trajectories from the index."""
+        """Keep only these trajectories in the index."""
         self.rows = [self.rows[n] | {"line": line} for line, n in enumerate(numbers)]
         self.offsets = [self.offsets[n] for n in numbers]
 
 
 def index(path: Path) -> Lines:
-    """The index of a file with a trajectory on each line. Raises: OSError."""
+    """The index of a file with one trajectory per line. Raises: OSError."""
     lines, end = Lines(path, [], [], 0), 0
     with open(path, "rb") as file:
         for line in file:
@@ -159,29 +159,29 @@ def index(path: Path) -> Lines:
             if row := head_of(line):
                 lines.rows.append({"line": len(lines)} | row)
                 lines.offsets.append(start)
-            elif line.strip() and line.endswith(b"\n"):  # without an end, it is still being written
+            elif line.strip() and line.endswith(b"\n"):  # without \n it is still being written
                 lines.broken += 1
     return lines
 
 
 def open_lines(path: Path) -> Lines:
-    """The index of a file. AgentTraj conversations, as one JSON list or one a line, are first
-    written as trajectories to a temporary file; what is no conversation is counted as broken.
+    """The index of a file. AgentTraj conversations (one JSON list, or one per line) are converted
+    to trajectories in a temporary file; entries that are not conversations count as broken.
 
-    Raises: ValueError if the file is not JSON; the message says where.
+    Raises: ValueError if the file is not JSON; the message names the place.
     """
     with open(path, "rb") as file:
         is_agenttraj = path.suffix == ".json" or "conversations" in (parse(file.readline()) or {})
     if not is_agenttraj:
         return index(path)
-    lines = [f"{line}\n" for line in read_objects([path], _line_in)]
-    converted = Path(tempfile.mkdtemp(), path.name)
-    atexit.register(shutil.rmtree, converted.parent, ignore_errors=True)
-    converted.write_text("".join(lines))
-    return index(converted)
+    lines = [f"{line}\n" for line in read_objects([path], _convert)]
+    trajectory_file = Path(tempfile.mkdtemp(), path.name)
+    atexit.register(shutil.rmtree, trajectory_file.parent, ignore_errors=True)
+    trajectory_file.write_text("".join(lines))
+    return index(trajectory_file)
 
 
-def _line_in(content: Any, name: str) -> str | None:
+def _convert(content: Any, name: str) -> str | None:
     try:
         record = to_record(content, name)
     except ValueError:
@@ -190,7 +190,7 @@ def _line_in(content: Any, name: str) -> str | None:
 
 
 def line_of(record: Record) -> dict[str, Any]:
-    """An AgentTraj conversation in the form of our lines; it has no rewards and no tokens."""
+    """An AgentTraj conversation as a trajectory line without rewards and tokens."""
     turns = parts_of(record)[1][1:]
     values = [turn["value"] for turn in turns]
     pairs = zip_longest(values[::2], values[1::2], fillvalue="")
@@ -210,11 +210,11 @@ def line_of(record: Record) -> dict[str, Any]:
 
 
 def groups_of(lines: Lines) -> list[dict[str, Any]]:
-    """The samples of each task side by side, in the order of the file."""
+    """The trajectories by group, in the order of the file."""
     groups: dict[Any, dict[str, Any]] = {}
     for row in lines.rows:
-        about = {name: row[name] for name in ("group_id", "task_id", "subtask")}
-        groups.setdefault(group_key(row), about | {"rows": []})["rows"].append(row)
+        fields = {name: row[name] for name in ("group_id", "task_id", "subtask")}
+        groups.setdefault(group_key(row), fields | {"rows": []})["rows"].append(row)
     return list(groups.values())
 
 
@@ -223,30 +223,30 @@ def group_key(row: Row) -> tuple[Any, ...]:
 
 
 def search(lines: Lines, text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(bytes done, hit or None) for each line, ignoring case.
+    """(bytes read so far, hit or None) for each line, ignoring case.
 
-    Most lines are skipped at the speed of reading: where JSON can write the text in one way only, a
-    line is parsed only if its bytes hold the text.
+    Most lines are not parsed. If JSON writes the text without escapes, only lines whose bytes
+    contain the text can match.
     """
-    wanted = text.casefold()
+    query = text.casefold()
     is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
-    for number, done, line in lines.whole_lines():
-        if is_plain and wanted.encode() not in line.lower():
-            yield done, None
+    for number, num_bytes, line in lines.raw_lines():
+        if is_plain and query.encode() not in line.lower():
+            yield num_bytes, None
         else:
-            yield done, first_hit(json.loads(line), number, wanted)
+            yield num_bytes, first_hit(json.loads(line), number, query)
 
 
-def first_hit(line: Mapping[str, Any], number: int, wanted: str) -> dict[str, Any] | None:
-    """The first place in a trajectory where the text stands; turn 0 is before the first turn."""
-    places = [(0, str(line.get("task_id")))]
-    places += [(0, message["content"]) for message in opening_of(line)]
-    for place, turn in enumerate(line["turns"], start=1):
-        places += [(place, turn["action_text"]), (place, turn["observation_text"])]
-    for place, text in places:
-        if (at := text.casefold().find(wanted)) >= 0:
-            excerpt = text[max(0, at - 60) : at + len(wanted) + 60]
-            return {"line": number, "turn": place, "excerpt": excerpt}
+def first_hit(line: Mapping[str, Any], number: int, query: str) -> dict[str, Any] | None:
+    """The first match in a trajectory; turn 0 means before the first turn."""
+    texts = [(0, str(line.get("task_id")))]
+    texts += [(0, message["content"]) for message in opening_of(line)]
+    for turn_number, turn in enumerate(line["turns"], start=1):
+        texts += [(turn_number, turn["action_text"]), (turn_number, turn["observation_text"])]
+    for turn_number, text in texts:
+        if (start := text.casefold().find(query)) >= 0:
+            excerpt = text[max(0, start - 60) : start + len(query) + 60]
+            return {"line": number, "turn": turn_number, "excerpt": excerpt}
     return None
 
 
@@ -254,7 +254,7 @@ def first_hit(line: Mapping[str, Any], number: int, wanted: str) -> dict[str, An
 
 
 def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
-    """Everything that a page shows of one trajectory. Raises: KeyError, IndexError."""
+    """The data of one trajectory for the page. Raises: KeyError, IndexError."""
     lines = source.lines(name)
     row, line = lines.rows[number], lines.read(number)
     tokens = partial(tokens_between, line, source.text_of)
@@ -262,10 +262,10 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
     starts = [(turn.get("action_span") or [None])[0] for turn in turns]
     group = [r for r in lines.rows if r["group_id"] is not None and group_key(r) == group_key(row)]
     env, index = task_of(line, source.env) or ("", 0)
-    facts = ("seed", "max_rounds", "weight_version", "terminated", "truncated", "first_state")
+    fields = ("seed", "max_rounds", "weight_version", "terminated", "truncated", "first_state")
     return {
         "row": row,
-        **{fact: line.get(fact) for fact in facts},
+        **{field: line.get(field) for field in fields},
         "opening": opening_of(line),
         "opening_tokens": tokens(0, starts[0] if starts else None),
         "turns": [
@@ -274,9 +274,9 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
         ],
         "group": group,
         "parts_at": {
-            str(other["line"]): first_difference(actions, actions_of(lines.read(other["line"])))
-            for other in group
-            if other is not row
+            str(sibling["line"]): first_difference(actions, actions_of(lines.read(sibling["line"])))
+            for sibling in group
+            if sibling is not row
         },
         "agenttraj": to_agenttraj(str(row["task_id"]), line["messages"]),
         "command": f"python -m envs.{env} --task-index {index}" if env in ENVS else None,
@@ -313,7 +313,7 @@ def tokens_between(
     start: int | None,
     end: int | None,
 ) -> dict[str, Any] | None:
-    """Tokens start..end - 1 with their texts and numbers; None of a trajectory without tokens."""
+    """Tokens start..end - 1 with text, mask, log-prob and advantage; None if there are none."""
     if line.get("input_ids") is None:
         return None
     ids, advantages = line["input_ids"][start:end], line["advantages"]
@@ -326,7 +326,7 @@ def tokens_between(
     }
 
 
-def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
+def first_difference(actions_a: Sequence[str], actions_b: Sequence[str]) -> int:
     """The first turn, counted from 1, in which two samples act differently; 0 if there is none.
 
     >>> first_difference(["a", "b"], ["a", "c"]), first_difference(["a"], ["a", "b"])
@@ -334,5 +334,5 @@ def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
     >>> first_difference(["a"], ["a"])
     0
     """
-    pairs = enumerate(zip_longest(ours, theirs), start=1)
+    pairs = enumerate(zip_longest(actions_a, actions_b), start=1)
     return next((turn for turn, (a, b) in pairs if a != b), 0)
