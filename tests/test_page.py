@@ -104,7 +104,7 @@ def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, t
     url = serve(made)
     open_at(tab, url, ".goes-wrong li")
     assert "held-out tasks solved" in tab.inner_text(".headline")
-    assert tab.locator(".uplot").count() >= 4 and "Failures" in tab.inner_text(".goes-wrong")
+    assert tab.locator(".uplot").count() >= 4 and "failures in" in tab.inner_text(".goes-wrong")
     open_at(tab, f"{url}#/0/step_000004", "table.trajectories tbody tr")
     rows = tab.locator("table.trajectories tbody tr")
     assert rows.count() == 7
@@ -205,7 +205,7 @@ def test_an_episode_is_played_again_and_its_world_drawn(
     open_at(tab, f"{url}#/0/{env}/0", ".picture")
     tab.get_by_role("button", name="Re-enact").click()
     tab.wait_for_selector(f".picture .canvas {drawn}", timeout=90_000)
-    assert "every observation came out as before" in tab.inner_text(".picture")
+    assert "every observation equals the recorded one" in tab.inner_text(".picture")
     before = tab.inner_html(".picture .canvas")
     tab.keyboard.press("End")
     until(tab, "html => document.querySelector('.picture .canvas').innerHTML !== html", before)

@@ -1,7 +1,7 @@
-// The page itself: which view an address means, its heading and focus, and the beat that keeps a live run fresh.
+// The page: choose the view for an address, move the focus to its heading, and poll the server while a run is live.
 //
-// A view is a function (route, site) -> {title, element, shortcuts?, update?, updateStatus?, close?}. It gets
-// `site`, the server's list of sources, kept current here, and never touches anything outside its element.
+// A view is a function (route, site) -> {title, element, shortcuts?, opened?, update?, updateStatus?, close?}. `site`
+// is the server's list of sources, which this file keeps up to date. A view changes nothing outside its element.
 
 import { redrawCharts } from "./charts.js";
 import { get, isExport } from "./data.js";
@@ -12,13 +12,13 @@ import { overviewView } from "./overview.js";
 import { playView } from "./play.js";
 import { listHref, overviewHref, parse, playHref } from "./routes.js";
 import { newestFile } from "./sources.js";
-import { sayError } from "./status.js";
+import { showError } from "./status.js";
 import { themeToggle } from "./theme.js";
 import { trajectoryView } from "./trajectory.js";
 
-const VERSION_EVERY = 2000;
-const ASLEEP_EVERY = 10000; // a run that writes nothing for long, or was stopped, may go on
-const STATUS_EVERY = 10000; // "written 8 s ago" grows old without a new version
+const LIVE_POLL_MS = 2000;
+const IDLE_POLL_MS = 10000; // a run that has stopped writing can still continue later
+const STATUS_MS = 10000; // "written 8 s ago" must be updated even without a new version
 const VIEWS = { overview: overviewView, list: listView, trajectory: trajectoryView, play: playView };
 
 const site = { version: 0, live: false, can_play: false, sources: [], differing: {} };
@@ -32,12 +32,12 @@ function problemView(title, error) {
 }
 
 async function viewOf(route) {
-  if (route.view === "unknown") return problemView("No such page", { message: `Nothing stands at ${location.hash}.` });
+  if (route.view === "unknown") return problemView("No such page", { message: `There is no page at ${location.hash}.` });
   if (route.view === "play" && (isExport || !site.can_play)) {
-    return problemView("No live play here", { message: "Playing needs the server and an installed world." });
+    return problemView("No live play here", { message: "Live play needs the server and an installed environment." });
   }
   if (route.view !== "play" && !site.sources.some(({ id }) => id === route.source)) {
-    return problemView("No such source", { message: `There is no source ${route.source} here.` });
+    return problemView("No such source", { message: `There is no source ${route.source}.` });
   }
   try {
     return await VIEWS[route.view](route, site);
@@ -62,7 +62,7 @@ function showNavigation(route) {
   document.getElementById("nav").replaceChildren(el("span", { class: "brand" }, "Replay"), el("ul", {}, links));
 }
 
-/** Draw the view of the address; `moveFocus`: somebody navigated, so reading goes on at the new heading. */
+/** Show the view of the address; `moveFocus`: after a navigation, move the focus to the new heading. */
 async function show(moveFocus) {
   const navigation = ++navigations;
   const route = parse(location.hash);
@@ -99,32 +99,32 @@ async function refreshSite() {
   showNavigation(parse(location.hash));
 }
 
-/** Ask for the version; a higher one renews what is on the screen. */
-async function beat(sinceStatus, waited) {
-  if (document.hidden) return sinceStatus;
+/** Ask for the version and update the view if it has changed; returns the time since the last status update. */
+async function poll(statusAge, pause) {
+  if (document.hidden) return statusAge;
   const { version } = await get("version");
   if (version !== site.version) {
     await refreshSite();
     await view?.update?.();
     return 0;
   }
-  if (sinceStatus < STATUS_EVERY) return sinceStatus + waited;
+  if (statusAge < STATUS_MS) return statusAge + pause;
   await refreshSite();
   view?.updateStatus?.();
   return 0;
 }
 
-async function keepBeating() {
-  let sinceStatus = 0;
+async function keepPolling() {
+  let statusAge = 0;
   let silent = false;
   for (;;) {
-    const pause = site.live ? VERSION_EVERY : ASLEEP_EVERY;
+    const pause = site.live ? LIVE_POLL_MS : IDLE_POLL_MS;
     await new Promise((resolve) => setTimeout(resolve, pause));
     try {
-      sinceStatus = await beat(sinceStatus, pause);
+      statusAge = await poll(statusAge, pause);
       silent = false;
     } catch (error) {
-      if (!silent) sayError(error); // once, not every two seconds
+      if (!silent) showError(error); // only the first time
       silent = true;
     }
     document.body.classList.toggle("silent", silent);
@@ -133,7 +133,7 @@ async function keepBeating() {
 
 async function start() {
   document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // the hash is the address of a view
+    event.preventDefault(); // the hash is the address of a view, not of an element
     main.focus();
   });
   listenForKeys();
@@ -146,7 +146,7 @@ async function start() {
   }
   addEventListener("hashchange", () => show(true));
   await show(false);
-  if (!isExport) keepBeating();
+  if (!isExport) keepPolling();
 }
 
 start();

@@ -1,17 +1,17 @@
-// One chart: curves over training steps, drawn by uPlot, with what it shows also as text.
+// One chart: curves over training steps, drawn by uPlot, with a description for screen readers.
 //
-// All charts share one cursor: point at a step in one and every other says its value there. A chart is drawn
-// when it comes into sight, because a run has some fifty of them. Colours are read from the style sheet at each
-// drawing, so light and dark need no second set. `uPlot` is the name that vendor/uPlot.iife.min.js defines.
+// All charts share one cursor: point at a step in one chart and all others show their values at that step. A run has
+// about fifty charts, so each is drawn only when it scrolls into view. Colours are read from the style sheet at each
+// drawing, so they follow the theme. vendor/uPlot.iife.min.js defines the global `uPlot`.
 
 import { el, svg } from "./dom.js";
 import { number } from "./format.js";
 
-const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
+const TICK_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 const BAND_ALPHA = "26"; // appended to #rrggbb
 const charts = new Set();
 const chartOf = new WeakMap();
-const sight = new IntersectionObserver(
+const visibility = new IntersectionObserver(
   (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => chartOf.get(entry.target)?.draw()),
   { rootMargin: "200px" },
 );
@@ -25,7 +25,7 @@ export function redrawCharts() {
   charts.forEach((chart) => chart.plot?.redraw());
 }
 
-/** Curves on one axis: the union of their steps; undefined where one has no sample, null where it was not finite. */
+/** Curves on one axis: the union of their steps. A value is undefined where a curve has none, null if not finite. */
 export function align(curves) {
   const steps = [...new Set(curves.flatMap((curve) => curve.map(([step]) => step)))].sort((a, b) => a - b);
   const columns = curves.map((curve) => {
@@ -35,7 +35,7 @@ export function align(curves) {
   return { steps, columns };
 }
 
-/** A short piece of the line, for a legend. */
+/** A sample of the line, for a legend. */
 export function swatch(line) {
   const stroke = svg("line", {
     x1: 1,
@@ -51,12 +51,12 @@ export function swatch(line) {
   return svg("svg", { class: "swatch", viewBox: "0 0 18 10", "aria-hidden": "true" }, shape);
 }
 
-function cumulated(columns) {
+function cumulativeSums(columns) {
   const sums = columns[0].map(() => 0);
   return columns.map((column) => column.map((value, i) => (sums[i] += value ?? 0)));
 }
 
-/** From the steps themselves, because around a single one uPlot would show a hundred. */
+/** The range of the steps. uPlot's default would show a hundred steps around a single one. */
 function xRange(widen) {
   return (plot) => {
     const [first, last] = [plot.data[0][0], plot.data[0].at(-1)];
@@ -71,18 +71,18 @@ function yRange(plot, low, high) {
 }
 
 function describe(line, steps, format) {
-  const known = steps.map((step, i) => [step, line.values[i]]).filter(([, value]) => Number.isFinite(value));
-  if (!known.length) return `${line.name}: no values`;
+  const points = steps.map((step, i) => [step, line.values[i]]).filter(([, value]) => Number.isFinite(value));
+  if (!points.length) return `${line.name}: no values`;
   const at = ([step, value]) => `${format(value)} at step ${step}`;
-  if (known.length === 1) return `${line.name}: ${at(known[0])}`;
-  const sorted = [...known].sort((a, b) => a[1] - b[1]);
-  return `${line.name}: first ${at(known[0])}, last ${at(known.at(-1))}, lowest ${at(sorted[0])}, highest ${at(sorted.at(-1))}`;
+  if (points.length === 1) return `${line.name}: ${at(points[0])}`;
+  const sorted = [...points].sort((a, b) => a[1] - b[1]);
+  return `${line.name}: first ${at(points[0])}, last ${at(points.at(-1))}, lowest ${at(sorted[0])}, highest ${at(sorted.at(-1))}`;
 }
 
 export class Chart {
-  /** `data`, of which `show` takes later versions:
+  /** `data`, which `show` replaces later:
    *  {label, steps, lines: [{name, colour, dash, values, low?, high?, stepped?}], marks: [{step, severity}],
-   *   format, height, fixed: [low, high] | null, stacked: the lines add up to a whole} */
+   *   format, height, fixed: [low, high] | null, stacked: draw the lines as parts of their sum} */
   constructor(data) {
     this.readout = el("p", { class: "readout" });
     this.canvas = el("div", { class: "plot", role: "img" });
@@ -90,7 +90,7 @@ export class Chart {
     charts.add(this);
     chartOf.set(this.canvas, this);
     this.show(data);
-    sight.observe(this.canvas);
+    visibility.observe(this.canvas);
     sizes.observe(this.canvas);
   }
 
@@ -113,7 +113,7 @@ export class Chart {
 
   close() {
     this.plot?.destroy();
-    sight.unobserve(this.canvas);
+    visibility.unobserve(this.canvas);
     sizes.unobserve(this.canvas);
     charts.delete(this);
   }
@@ -122,10 +122,10 @@ export class Chart {
     return JSON.stringify(this.data.lines.map((line) => [line.name, Boolean(line.low)]));
   }
 
-  /** uPlot's data: steps, then each line's values, and its interval's two ends where it has one. */
+  /** uPlot's data: steps, then the values of each line, followed by the two ends of its interval if it has one. */
   columns() {
     const { steps, lines, stacked } = this.data;
-    if (stacked) return [steps, ...cumulated(lines.map((line) => line.values)).reverse()];
+    if (stacked) return [steps, ...cumulativeSums(lines.map((line) => line.values)).reverse()];
     return [steps, ...lines.flatMap((line) => (line.low ? [line.values, line.low, line.high] : [line.values]))];
   }
 
@@ -133,7 +133,7 @@ export class Chart {
     if (this.plot || !this.canvas.clientWidth) return;
     this.drawnNames = this.names();
     this.plot = new uPlot(this.options(), this.columns(), this.canvas);
-    sight.unobserve(this.canvas);
+    visibility.unobserve(this.canvas);
   }
 
   fit() {
@@ -153,7 +153,7 @@ export class Chart {
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 }, sync: { key: "step" } },
       scales: { x: { time: false, range: xRange(stacked ? 0.5 : 0) }, y: { range: fixed ?? yRange } },
       axes: [
-        { ...axis, size: 26, gap: 5, incrs: WHOLE_STEPS, grid: { show: false } },
+        { ...axis, size: 26, gap: 5, incrs: TICK_STEPS, grid: { show: false } },
         { ...axis, size: 46, gap: 4, grid, space: 32, values: (plot, splits) => splits.map((value) => format(value)) },
       ],
       series: [{}, ...series],
@@ -192,7 +192,7 @@ export class Chart {
     return { series: series.reverse(), bands: [] };
   }
 
-  /** Each interval as an upright stroke too: with one evaluation there is no band to see. */
+  /** Draw each interval as a vertical line, because a single evaluation has no visible band. */
   drawIntervals(plot) {
     const { steps, lines } = this.data;
     for (const line of lines.filter(({ low }) => low)) {
@@ -224,21 +224,21 @@ export class Chart {
     ctx.restore();
   }
 
-  /** The values under the cursor, else each line's last. */
-  read(index) {
+  /** Show the values under the cursor, or the last value of each line. */
+  read(cursorIndex) {
     const { steps, lines, format, named } = this.data;
-    const shown = index ?? steps.length - 1;
+    const index = cursorIndex ?? steps.length - 1;
     const values = lines.map((line) => {
-      const value = index === null ? line.values.findLast((known) => known !== undefined) : line.values[shown];
+      const value = cursorIndex === null ? line.values.findLast((entry) => entry !== undefined) : line.values[index];
       const interval =
-        line.low && Number.isFinite(line.low[shown])
-          ? ` [${format(line.low[shown])}, ${format(line.high[shown])}]`
+        line.low && Number.isFinite(line.low[index])
+          ? ` [${format(line.low[index])}, ${format(line.high[index])}]`
           : "";
       const name = named ? el("span", { class: "name" }, line.name) : null;
       return el("span", { class: "value", title: line.name }, swatch(line), name, `${format(value)}${interval}`);
     });
     this.readout.replaceChildren(
-      el("span", { class: "step" }, steps.length ? `step ${steps[shown]}` : "no values"),
+      el("span", { class: "step" }, steps.length ? `step ${steps[index]}` : "no values"),
       ...values,
     );
   }

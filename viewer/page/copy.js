@@ -1,10 +1,10 @@
-// To take away: the trajectory in AgentTraj's format, and the command that makes it again.
+// Copy to the clipboard: the trajectory in AgentTraj's format, and the command that opens its task.
 
 import { button } from "./dom.js";
-import { say, sayError } from "./status.js";
+import { showError, showNotice } from "./status.js";
 
 function copyButton(label, text) {
-  return button(label, () => navigator.clipboard.writeText(text).then(() => say("Copied."), sayError));
+  return button(label, () => navigator.clipboard.writeText(text).then(() => showNotice("Copied."), showError));
 }
 
 export function copyTools(answer) {

@@ -1,6 +1,6 @@
-// Where the data comes from: the server that reads the run, or what an exported page carries with it.
+// The source of all data: the server that reads the run, or the data inside an exported page.
 //
-// An export holds `{"<path>": answer, ...}` in one element. It has no server behind it: no updates, no play.
+// An export holds `{"<path>": answer, ...}` in one element. Without a server it has no updates and no live play.
 
 import { selectRows } from "./rows.js";
 
@@ -9,12 +9,12 @@ const answers = inlined ? JSON.parse(inlined.textContent) : null;
 
 export const isExport = answers !== null;
 
-function own(path) {
-  if (!Object.hasOwn(answers, path)) throw new Error("This file holds only what was chosen at export.");
+function inlinedAnswer(path) {
+  if (!Object.hasOwn(answers, path)) throw new Error("This was not included in the export.");
   return answers[path];
 }
 
-async function ask(path, options) {
+async function request(path, options) {
   let response;
   try {
     response = await fetch(`api/${path}`, options);
@@ -28,21 +28,21 @@ async function ask(path, options) {
 }
 
 export async function get(path) {
-  if (isExport) return own(path);
-  return (await ask(path)).json();
+  if (isExport) return inlinedAnswer(path);
+  return (await request(path)).json();
 }
 
-/** The trajectories of a file that fit the query. */
+/** The trajectories of a file that match the query. */
 export async function getList(path, query) {
   return selectRows((await get(path)).rows, query);
 }
 
 export async function post(path, body = {}) {
-  const response = await ask(path, {
+  const response = await request(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
-    keepalive: path === "play/close", // it is sent while the page goes
+    keepalive: path === "play/close", // sent while the page is being closed
   });
   return response.json();
 }
@@ -61,30 +61,30 @@ async function* jsonLines(response) {
 }
 
 function* searchExport(source, text) {
-  const wanted = text.toLowerCase();
+  const lowerText = text.toLowerCase();
   let hits = 0;
   for (const [path, answer] of Object.entries(answers)) {
-    const [kind, where, file, line] = path.split("/");
-    if (kind !== "trajectory" || where !== String(source)) continue;
+    const [kind, sourceId, file, line] = path.split("/");
+    if (kind !== "trajectory" || sourceId !== String(source)) continue;
     const texts = answer.opening.map((message) => [0, message.content]);
     answer.turns.forEach((turn, i) => texts.push([i + 1, turn.action_text], [i + 1, turn.observation_text]));
     for (const [turn, content] of texts) {
-      const at = content.toLowerCase().indexOf(wanted);
-      if (at < 0) continue;
+      const start = content.toLowerCase().indexOf(lowerText);
+      if (start < 0) continue;
       hits += 1;
-      const excerpt = content.slice(Math.max(0, at - 60), at + text.length + 60);
+      const excerpt = content.slice(Math.max(0, start - 60), start + text.length + 60);
       yield { hit: { file: decodeURIComponent(file), line: Number(line), turn, excerpt } };
     }
   }
   yield { done: true, hits, cut: false };
 }
 
-/** Events {progress}, {hit}, {done, hits, cut} while a source is searched; `signal` stops it. */
+/** Search a source. Yields events {progress}, {hit}, {done, hits, cut}; `signal` stops the search. */
 export async function* search(source, text, signal) {
   if (isExport) {
     yield* searchExport(source, text);
     return;
   }
   const query = new URLSearchParams({ text });
-  yield* jsonLines(await ask(`search/${source}?${query}`, { signal }));
+  yield* jsonLines(await request(`search/${source}?${query}`, { signal }));
 }

@@ -1,19 +1,19 @@
-// Elements, and the one rule of this page: what a model, a world, a task or a file wrote is text, never markup.
+// Creating elements. One rule holds for the page: text from models, environments, tasks or files is never markup.
 //
-// Every string that becomes part of the page passes through `el`, which makes text nodes alone and shows control
-// characters instead of obeying them; a link leads into this page (`#...`) or nowhere.
+// Every string on the page passes through `el`, which only creates text nodes and makes control characters visible.
+// Links can only lead to other places in this page (`#...`).
 
 const BIDI_CONTROL = /[\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]/g;
 const C0_CONTROL = /[\u0000-\u0008\u000b-\u001f]/g;
 const DELETE_OR_C1 = /[\u007f-\u009f]/g;
 const HALF_SURROGATE = /[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
-const READ_ALOUD = ["aria-label", "title", "placeholder"];
+const TEXT_ATTRIBUTES = ["aria-label", "title", "placeholder"];
 
 function codePoint(character) {
   return `⟨U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
-/** The text with everything in it that would act on the reader's screen unseen, made visible. */
+/** The text with its control characters made visible, which could otherwise change how text is shown. */
 export function visible(text) {
   return String(text)
     .replace(C0_CONTROL, (control) => String.fromCharCode(0x2400 + control.charCodeAt(0)))
@@ -27,7 +27,7 @@ function fill(node, properties, children) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "href" && !value.startsWith("#")) throw new Error(`a link that leaves the page: ${value}`);
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (READ_ALOUD.includes(name)) node.setAttribute(name, visible(value));
+    else if (TEXT_ATTRIBUTES.includes(name)) node.setAttribute(name, visible(value));
     else node.setAttribute(name, value === true ? "" : value);
   }
   for (const child of children.flat(Infinity)) {
@@ -42,12 +42,12 @@ export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-/** The same for the shapes inside an SVG picture. */
+/** The same for the elements of an SVG picture. */
 export function svg(tag, properties = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
 }
 
-/** What somebody else wrote: kept apart from our own sentence, also in its writing direction. */
+/** Text from a model or a file inside our own sentence; it has a separate style and writing direction. */
 export function foreign(text, tag = "span") {
   return el(tag, { class: "foreign" }, text);
 }
@@ -61,19 +61,19 @@ export function field(label, control, properties = {}) {
   return el("label", { class: "field", ...properties }, el("span", {}, label), control);
 }
 
-/** `choices`: [value, label] each. */
-export function select(choices, chosen, onchange) {
+/** `choices`: a list of [value, label]. */
+export function select(choices, selectedValue, onchange) {
   const node = el("select", { onchange });
   for (const [value, label] of choices) {
     const option = el("option", {}, label);
     option.value = value;
-    option.selected = value === chosen;
+    option.selected = value === selectedValue;
     node.append(option);
   }
   return node;
 }
 
-/** A region that scrolls by itself, so that the keyboard reaches it and a screen reader names it. */
+/** A scrolling region that the keyboard can reach and a screen reader can name. */
 export function scrollable(label, ...children) {
   return el("div", { class: "scrollable", role: "region", tabindex: "0", "aria-label": label }, children);
 }

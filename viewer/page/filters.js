@@ -1,30 +1,30 @@
-// The filters of a list; each change goes into the address, and so to the server.
+// The filters of a list; each change is written to the address.
 
 import { el, field, select } from "./dom.js";
 import { words } from "./format.js";
 
-const TYPING_PAUSE = 300;
+const TYPING_PAUSE_MS = 300;
 const ANY = ["", "any"];
 
 function choices(values) {
   return [ANY, ...values.map((value) => [value, words(value)])];
 }
 
-/** An input whose every keystroke counts, a moment after the last one. */
-function typed(name, query, onchange, properties) {
+/** An input that calls `onchange` shortly after the last keystroke. */
+function textInput(name, query, onchange, properties) {
   const input = el("input", properties);
   input.value = query[name] ?? "";
-  let waiting;
+  let timer;
   input.addEventListener("input", () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => onchange({ [name]: input.value }), TYPING_PAUSE);
+    clearTimeout(timer);
+    timer = setTimeout(() => onchange({ [name]: input.value }), TYPING_PAUSE_MS);
   });
   return input;
 }
 
 function range(label, name, query, onchange, step) {
   const end = (side, word) =>
-    typed(`${side}_${name}`, query, onchange, {
+    textInput(`${side}_${name}`, query, onchange, {
       type: "number",
       step,
       "aria-label": `${label}, ${word}`,
@@ -33,7 +33,7 @@ function range(label, name, query, onchange, step) {
   return el("fieldset", { class: "range" }, el("legend", {}, label), end("min", "from"), end("max", "to"));
 }
 
-/** `answer`: the list's, which knows what sub-tasks and stop reasons there are. */
+/** `answer`: the answer of `getList`, which has the names of all sub-tasks and stop reasons. */
 export function filterForm(query, answer, onchange) {
   const pick = (name, values) => {
     const node = select(values, query[name] ?? "", () => onchange({ [name]: node.value }));
@@ -51,7 +51,7 @@ export function filterForm(query, answer, onchange) {
     ),
     field("Sub-task", pick("subtask", [ANY, ...answer.subtasks.map((name) => [name, name])])),
     field("Stopped by", pick("stop_reason", choices(answer.stop_reasons))),
-    field("Task", typed("task", query, onchange, { type: "search", size: "14" })),
+    field("Task", textInput("task", query, onchange, { type: "search", size: "14" })),
     range("Return", "return", query, onchange, "any"),
     range("Turns", "turns", query, onchange, "1"),
     el("label", { class: "check" }, parseErrors, "with parse errors"),

@@ -1,11 +1,11 @@
-// Numbers as people read them: three digits that matter, a dash for what is not there.
+// Numbers for people: three significant digits, and a dash for missing values.
 
-const NOTHING = "–";
+const MISSING = "–";
 const LOST = ["env_error", "engine_error"];
 
 /** 0.0031, 0.25, 12.5, 1,234, 6.43 M, 2.5e-7 */
 export function number(value) {
-  if (value === null || value === undefined) return NOTHING;
+  if (value === null || value === undefined) return MISSING;
   const size = Math.abs(value);
   if (size !== 0 && size < 0.0005) return value.toExponential(1);
   if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))} G`;
@@ -15,18 +15,18 @@ export function number(value) {
 }
 
 export function percent(value) {
-  if (value === null || value === undefined) return NOTHING;
+  if (value === null || value === undefined) return MISSING;
   return `${Math.round(value * 100)} %`;
 }
 
 export function seconds(value) {
-  if (value === null || value === undefined) return NOTHING;
+  if (value === null || value === undefined) return MISSING;
   return value < 0.0095 ? `${number(value * 1000)} ms` : `${number(value)} s`;
 }
 
-/** With its sign, because the sign of an advantage is what it says. */
+/** A number with its sign, e.g. an advantage, whose sign matters most. */
 export function signed(value) {
-  if (value === null || value === undefined) return NOTHING;
+  if (value === null || value === undefined) return MISSING;
   return value > 0 ? `+${number(value)}` : number(value).replace("-", "−");
 }
 
@@ -35,19 +35,19 @@ export function count(value, noun, plural = `${noun}s`) {
   return `${number(value)} ${value === 1 ? noun : plural}`;
 }
 
-/** "max_rounds" as a word of a sentence. */
+/** A name such as "max_rounds" as words of a sentence. */
 export function words(name) {
-  return name === null ? NOTHING : name.replaceAll("_", " ");
+  return name === null ? MISSING : name.replaceAll("_", " ");
 }
 
-/** What became of a trajectory: solved, failed, lost to the infrastructure, or unknown where nobody wrote it down. */
+/** The outcome of a trajectory: solved, failed, lost to the infrastructure, or unknown if it was not recorded. */
 export function outcome(row) {
   if (LOST.includes(row.stop_reason)) return "lost";
   if (row.success === null) return "unknown";
   return row.success ? "solved" : "failed";
 }
 
-/** What a trajectory is called: its task, where it has one. */
+/** The title of a trajectory: its task, or its id, or its line number. */
 export function nameOf(row) {
   return row.task_id ?? row.trajectory_id ?? `line ${row.line}`;
 }

@@ -1,4 +1,4 @@
-// Samples of one task side by side: GRPO compares a return with those of its own group, so this is what it sees.
+// The samples of a task side by side, as GRPO compares them: each return with the other returns of its group.
 
 import { el } from "./dom.js";
 import { count, nameOf, number, outcome, signed, words } from "./format.js";

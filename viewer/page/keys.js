@@ -1,7 +1,7 @@
-// Keyboard: one place that knows every key and shows them all at `?`.
+// Keyboard shortcuts: this file handles all keys and lists them when `?` is pressed.
 //
-// A single letter can be struck by accident or by speech input, so the reader can switch them off; and none
-// acts while something is typed or a control has its own use for the key.
+// Single letters can be pressed by accident or by speech input, so the user can switch them off. Shortcuts do nothing
+// while the user types, or when the focused control uses the key itself.
 
 import { button, el } from "./dom.js";
 import { recall, remember } from "./theme.js";
@@ -15,20 +15,18 @@ const NAMES = { ArrowLeft: "←", ArrowRight: "→", " ": "Space" };
 let shortcuts = [];
 let enabled = recall("keys") !== "off";
 
-/** `list`: {keys: ["ArrowRight", "j"], does: "next turn", run} each; they replace those of the view before. */
+/** Replace the shortcuts with those of the current view: a list of {keys: ["ArrowRight", "j"], does: "next turn", run}. */
 export function setShortcuts(list) {
   shortcuts = list;
 }
 
 function isTaken(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return true;
-  const within = (selector) => event.target.closest(selector) !== null;
-  return (
-    within(TYPING) || (event.key === " " && within(USES_SPACE)) || (ARROWS.includes(event.key) && within(USES_ARROWS))
-  );
+  const isIn = (selector) => event.target.closest(selector) !== null;
+  return isIn(TYPING) || (event.key === " " && isIn(USES_SPACE)) || (ARROWS.includes(event.key) && isIn(USES_ARROWS));
 }
 
-/** The dialog that lists the keys; it is built when it opens, so it shows the view's own. */
+/** Open a dialog that lists the keys of the current view. */
 export function showKeys() {
   const toggle = el("input", { type: "checkbox" });
   toggle.checked = enabled;
@@ -36,7 +34,7 @@ export function showKeys() {
     enabled = toggle.checked;
     remember("keys", enabled ? "on" : "off");
   });
-  const rows = [...shortcuts, { keys: ["?"], does: "these keys" }].map(({ keys, does }) =>
+  const rows = [...shortcuts, { keys: ["?"], does: "show these keys" }].map(({ keys, does }) =>
     el(
       "div",
       {},
@@ -53,7 +51,7 @@ export function showKeys() {
     { "aria-labelledby": "keys-title" },
     el("h2", { id: "keys-title" }, "Keys"),
     el("dl", { class: "keys" }, rows),
-    el("label", { class: "check" }, toggle, "Keys are on"),
+    el("label", { class: "check" }, toggle, "Keyboard shortcuts are on"),
     el(
       "p",
       {},

@@ -1,4 +1,4 @@
-// The trajectories of one file: filtered, sorted, by group, searched. The address holds every choice.
+// The trajectories of one file: filter, sort, group and search them. The address records the current choices.
 
 import { get, getList } from "./data.js";
 import { button, el, scrollable, select } from "./dom.js";
@@ -9,7 +9,7 @@ import { patch } from "./patch.js";
 import { apiPath, listHref, trajectoryHref } from "./routes.js";
 import { searchBox } from "./search.js";
 import { fileTitle, sourceOf } from "./sources.js";
-import { sayError } from "./status.js";
+import { showError } from "./status.js";
 
 const PAGE = 200;
 const COLUMNS = [
@@ -25,16 +25,16 @@ const COLUMNS = [
   { key: "stop_reason", title: "stopped by", first: "" },
 ];
 
-/** Previous file, a choice of all files of all sources, next file. */
+/** A link to the previous file, a menu of all files of all sources, a link to the next file. */
 function filePicker(site, source, index) {
-  const choices = site.sources.flatMap((each) =>
-    each.files.map((file) => {
-      const prefix = site.sources.length > 1 ? `${each.name}: ` : "";
-      return [listHref(each.id, file.name), `${prefix}${fileTitle(file)}`];
+  const choices = site.sources.flatMap(({ id, name, files }) =>
+    files.map((file) => {
+      const prefix = site.sources.length > 1 ? `${name}: ` : "";
+      return [listHref(id, file.name), `${prefix}${fileTitle(file)}`];
     }),
   );
-  const chosen = listHref(source.id, source.files[index].name);
-  const picker = select(choices, chosen, () => (location.hash = picker.value));
+  const current = listHref(source.id, source.files[index].name);
+  const picker = select(choices, current, () => (location.hash = picker.value));
   picker.setAttribute("aria-label", "File");
   const neighbour = (offset, sign, name) => {
     const file = source.files[index + offset];
@@ -76,7 +76,7 @@ function headRow(sort, onsort) {
       { ascending: "↑", descending: "↓" }[sorted] ?? "",
     );
     const press = () => onsort(key, first);
-    const label = numeric ? [arrow, title] : [title, arrow]; // so that a number stands under the end of its title
+    const label = numeric ? [arrow, title] : [title, arrow]; // numbers are aligned with the end of the title
     return el("th", { scope: "col", class: kind, "aria-sort": sorted }, button(label, press));
   });
   return el("thead", {}, el("tr", {}, cells));
@@ -94,8 +94,8 @@ function pages(query, matching, move) {
 }
 
 function summaryLine(answer) {
-  const some = answer.matching === answer.total ? `${answer.total}` : `${answer.matching} of ${answer.total}`;
-  return el("p", { class: "quiet", role: "status" }, `${some} trajectories`);
+  const numbers = answer.matching === answer.total ? `${answer.total}` : `${answer.matching} of ${answer.total}`;
+  return el("p", { class: "quiet", role: "status" }, `${numbers} trajectories`);
 }
 
 export async function listView(route, site) {
@@ -106,9 +106,9 @@ export async function listView(route, site) {
   const filePath = [route.source, route.file];
 
   const results = el("div", { class: "results" });
-  let asked = 0;
+  let lastRequest = 0;
 
-  function ask() {
+  function fetchRows() {
     return getList(apiPath(["list", ...filePath]), { ...query, limit: PAGE });
   }
 
@@ -118,28 +118,28 @@ export async function listView(route, site) {
     const table = el("table", { class: "trajectories" }, head, el("tbody", {}, rows));
     const body = rows.length
       ? scrollable("Trajectories", table)
-      : el("p", { class: "empty" }, "No trajectory fits these filters.");
+      : el("p", { class: "empty" }, "No trajectory matches these filters.");
     const key = rows.length ? "table" : "empty";
     return el("div", { "data-key": key }, summaryLine(answer), body, pages(query, answer.matching, turnPage));
   }
 
   async function contents() {
     if (query.group) return groupCards(route, (await get(apiPath(["groups", ...filePath]))).groups);
-    return tableOf(await ask());
+    return tableOf(await fetchRows());
   }
 
-  /** Show what the query asks for; an answer that comes after a later question is dropped. */
+  /** Show the results of the query; drop an answer if a later request has been sent. */
   async function refresh() {
-    const question = ++asked;
+    const request = ++lastRequest;
     try {
       const next = el("div", { class: "results" }, await contents());
-      if (question === asked) patch(results, next);
+      if (request === lastRequest) patch(results, next);
     } catch (error) {
-      sayError(error);
+      showError(error);
     }
   }
 
-  async function choose(changes) {
+  async function changeQuery(changes) {
     query = { ...query, offset: "", ...changes };
     history.replaceState(null, "", listHref(route.source, route.file, query));
     showMode();
@@ -148,18 +148,18 @@ export async function listView(route, site) {
 
   async function sortBy(key, first) {
     const reversed = query.sort === `${first}${key}` ? (first ? "" : "-") : first;
-    await choose({ sort: `${reversed}${key}` });
+    await changeQuery({ sort: `${reversed}${key}` });
   }
 
   async function turnPage(by) {
     const offset = Number(query.offset || 0) + by;
-    await choose({ offset: offset > 0 ? String(offset) : "" });
+    await changeQuery({ offset: offset > 0 ? String(offset) : "" });
     results.scrollIntoView();
   }
 
-  const answer = await ask();
-  const form = filterForm(query, answer, choose);
-  const groups = button("By group", () => choose({ group: query.group ? "" : "1" }));
+  const answer = await fetchRows();
+  const form = filterForm(query, answer, changeQuery);
+  const groups = button("By group", () => changeQuery({ group: query.group ? "" : "1" }));
   function showMode() {
     form.hidden = Boolean(query.group);
     groups.setAttribute("aria-pressed", String(Boolean(query.group)));
@@ -187,7 +187,7 @@ export async function listView(route, site) {
     ),
     shortcuts: [
       { keys: ["/"], does: "search this source", run: find.focus },
-      { keys: ["g"], does: "by group, and back", run: () => groups.click() },
+      { keys: ["g"], does: "switch grouping on or off", run: () => groups.click() },
     ],
     opened: () => "find" in route.query && find.focus(),
     async update() {

@@ -1,4 +1,4 @@
-// The first screen: is it learning, and what does it do wrong? Then every number a run has, and all its files.
+// The first screen: is the run learning, and how does it fail? Below: all metrics of the run, and all its files.
 
 import { Chart, swatch } from "./charts.js";
 import { get } from "./data.js";
@@ -8,12 +8,12 @@ import { OTHER, SECTIONS, panelsOf } from "./panels.js";
 import { patch } from "./patch.js";
 import { apiPath, listHref, overviewHref } from "./routes.js";
 import { fileTitle, newestFile, sourceOf } from "./sources.js";
-import { wrongSection } from "./wrong.js";
+import { failureSection } from "./failures.js";
 
 const ALARMS_SHOWN = 2;
 const DASHES = [undefined, [7, 3], [2, 3], [9, 3, 2, 3], [4, 4], [12, 3]];
 
-/** Every run that was opened lies over the others; what is not a run has no curves to compare. */
+/** All open runs, to be drawn in the same charts. A source that is not a run is shown alone. */
 async function readRuns(site, primary) {
   const sources = primary.kind === "run" ? site.sources.filter(({ kind }) => kind === "run") : [primary];
   return Promise.all(
@@ -26,7 +26,7 @@ async function readRuns(site, primary) {
 
 function factsLine(source, overview) {
   const step = overview.steps ? `step ${overview.step} of ${overview.steps}` : null;
-  const model = overview.model?.split("/").pop(); // a path or a hub's name; the options have it whole
+  const model = overview.model?.split("/").pop(); // shorten a path or hub id; the table of options has it in full
   const facts = [overview.env, overview.algorithm, model, source.status || step].filter(Boolean);
   return el(
     "p",
@@ -75,11 +75,11 @@ function alarmItem(site, run, alarm, named) {
   return el("li", {}, severity, named ? ` ${run.name},` : "", " ", where, ": ", alarm.text);
 }
 
-/** The gravest and newest first; the others unfold, because the charts belong on the first screen. */
+/** The most severe and newest alarms; the rest is folded, so that the charts fit on the first screen. */
 function alarmList(site, runs) {
-  const gravity = ({ alarm }) => (alarm.severity === "stop" ? 1 : 0);
+  const severity = ({ alarm }) => (alarm.severity === "stop" ? 1 : 0);
   const alarms = runs.flatMap((run) => run.overview.alarms.map((alarm) => ({ run, alarm })));
-  alarms.sort((a, b) => gravity(b) - gravity(a) || b.alarm.step - a.alarm.step);
+  alarms.sort((a, b) => severity(b) - severity(a) || b.alarm.step - a.alarm.step);
   if (!alarms.length) return el("div");
   const items = alarms.map(({ run, alarm }) => alarmItem(site, run, alarm, runs.length > 1));
   const more = items.splice(ALARMS_SHOWN);
@@ -88,10 +88,10 @@ function alarmList(site, runs) {
 }
 
 function valueAt(overview, metric, step) {
-  return overview.series[metric]?.find(([known]) => known === step)?.[1] ?? null;
+  return overview.series[metric]?.find(([pointStep]) => pointStep === step)?.[1] ?? null;
 }
 
-/** Of a run by its step; of an evaluation of several worlds by the world, after which its file is called. */
+/** The evaluation of a file: by step in a run, by environment in results of several environments. */
 function evaluationOf(overview, file) {
   if (file.kind !== "eval") return null;
   const { evaluations } = overview;
@@ -134,7 +134,7 @@ function optionTable(overview) {
   return el("details", { class: "options" }, el("summary", {}, "Options of this run"), table);
 }
 
-/** The charts, each kept while its run goes on: new steps enter it, and a new metric adds one. */
+/** All charts. They are updated in place when a run writes new steps; a new metric adds a chart. */
 class Panels {
   constructor() {
     this.charts = new Map();
@@ -154,22 +154,22 @@ class Panels {
   }
 
   show(runs) {
-    const wanted = panelsOf(runs);
-    const keys = new Set(wanted.map(({ key }) => key));
+    const panels = panelsOf(runs);
+    const keys = new Set(panels.map(({ key }) => key));
     for (const [key, { panel, chart }] of this.charts) {
       if (keys.has(key)) continue;
       chart.close();
       panel.remove();
       this.charts.delete(key);
     }
-    wanted.forEach((data) => this.showPanel(data));
+    panels.forEach((data) => this.showPanel(data));
     for (const [title, section] of this.sections) section.hidden = !this.grids.get(title).children.length;
   }
 
   showPanel(data) {
-    const known = this.charts.get(data.key);
-    if (known) {
-      known.chart.show(data);
+    const existing = this.charts.get(data.key);
+    if (existing) {
+      existing.chart.show(data);
       return;
     }
     const chart = new Chart(data);
@@ -182,9 +182,9 @@ class Panels {
   }
 
   filter(text) {
-    const wanted = text.trim().toLowerCase();
+    const query = text.trim().toLowerCase();
     for (const panel of this.grids.get(OTHER).children) {
-      panel.hidden = !panel.textContent.toLowerCase().includes(wanted);
+      panel.hidden = !panel.textContent.toLowerCase().includes(query);
     }
   }
 
@@ -198,45 +198,44 @@ export async function overviewView(route, site) {
   const hidden = new Set();
   const panels = new Panels();
   let runs = [];
-  let wrong = null;
+  let failures = null;
 
   async function read() {
     runs = await readRuns(site, primary());
     const newest = newestFile(primary());
-    wrong = newest && { file: newest, answer: await get(apiPath(["wrong", route.source, newest.name])) };
+    failures = newest && { file: newest, answer: await get(apiPath(["wrong", route.source, newest.name])) };
   }
 
-  const own = () => runs.find(({ id }) => id === route.source).overview;
+  const overview = () => runs.find(({ id }) => id === route.source).overview;
   const toggle = (id) => {
     if (!hidden.delete(id)) hidden.add(id);
     panels.show(runs.filter((run) => !hidden.has(run.id)));
   };
   const parts = {
-    facts: () => factsLine(primary(), own()),
-    headline: () => headlines(own()),
+    facts: () => factsLine(primary(), overview()),
+    headline: () => headlines(overview()),
     alarms: () => alarmList(site, runs),
-    runs: () => runTable(site, runs, hidden, toggle),
-    wrong: () => (wrong ? wrongSection(primary(), wrong.file, wrong.answer) : el("div")),
-    files: () => fileTable(primary(), own()),
+    runTable: () => runTable(site, runs, hidden, toggle),
+    failureSection: () => (failures ? failureSection(primary(), failures.file, failures.answer) : el("div")),
+    files: () => fileTable(primary(), overview()),
   };
 
   await read();
-  const shown = Object.fromEntries(Object.entries(parts).map(([name, build]) => [name, build()]));
+  const elements = Object.fromEntries(Object.entries(parts).map(([name, build]) => [name, build()]));
   panels.show(runs);
-  const [learning, ...rest] = SECTIONS.map((title) => panels.sections.get(title));
-  const { facts, headline, alarms, wrong: wrongPart, files } = shown;
+  const [learningSection, ...otherSections] = SECTIONS.map((title) => panels.sections.get(title));
   const toTop = button("Back to the top", () => scrollTo(0, 0), { class: "to-top" });
   const element = el(
     "div",
     { class: "overview" },
-    el("div", { class: "masthead" }, el("h1", {}, primary().name), facts, headline),
-    alarms,
-    shown.runs,
-    el("div", { class: "first" }, learning, wrongPart),
-    ...rest.slice(0, -1),
-    files,
-    rest.at(-1),
-    optionTable(own()),
+    el("div", { class: "masthead" }, el("h1", {}, primary().name), elements.facts, elements.headline),
+    elements.alarms,
+    elements.runTable,
+    el("div", { class: "first" }, learningSection, elements.failureSection),
+    ...otherSections.slice(0, -1),
+    elements.files,
+    otherSections.at(-1),
+    optionTable(overview()),
     toTop,
   );
 
@@ -245,12 +244,12 @@ export async function overviewView(route, site) {
     element,
     async update() {
       await read();
-      for (const [name, build] of Object.entries(parts)) patch(shown[name], build());
+      for (const [name, build] of Object.entries(parts)) patch(elements[name], build());
       panels.show(runs.filter((run) => !hidden.has(run.id)));
     },
     updateStatus() {
-      patch(facts, parts.facts());
-      patch(shown.runs, parts.runs());
+      patch(elements.facts, parts.facts());
+      patch(elements.runTable, parts.runTable());
     },
     close: () => panels.close(),
   };

@@ -1,7 +1,7 @@
-// Bring what is on the screen up to date without building it anew: focus, selection and scroll stay where they are.
+// Update elements on the page in place, so that focus, selection and scroll position are not lost.
 //
-// Only for trees of text and links: a listener that belongs to old data would survive. Children that carry
-// `data-key` are recognized wherever they stand, the others by their place.
+// Use it only for trees of text and links, because event listeners are not replaced. Children with a `data-key` are
+// matched by that key, all others by position.
 
 function keyOf(node) {
   return node.nodeType === Node.ELEMENT_NODE ? node.dataset.key : undefined;
@@ -9,8 +9,8 @@ function keyOf(node) {
 
 function patchAttributes(shown, fresh) {
   for (const { name } of [...shown.attributes]) {
-    const isReaders = name === "open"; // unfolded by hand
-    if (!isReaders && !fresh.hasAttribute(name)) shown.removeAttribute(name);
+    const isSetByUser = name === "open"; // the user unfolded it
+    if (!isSetByUser && !fresh.hasAttribute(name)) shown.removeAttribute(name);
   }
   for (const { name, value } of fresh.attributes) {
     if (shown.getAttribute(name) !== value) shown.setAttribute(name, value);
@@ -46,7 +46,7 @@ function patchChildren(shown, fresh) {
   }
 }
 
-/** Make `shown` equal to `fresh` and touch only what differs. */
+/** Make `shown` equal to `fresh`, changing only the parts that differ. */
 export function patch(shown, fresh) {
   if (shown.nodeName !== fresh.nodeName) {
     shown.replaceWith(fresh);

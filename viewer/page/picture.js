@@ -1,19 +1,19 @@
-// The world's own picture of its state at the turn that is shown; where none was kept, playing it again finds it.
+// A picture of the environment's state at the current turn. If no states were recorded, re-enacting produces them.
 
 import { isExport, post } from "./data.js";
 import { button, el, foreign } from "./dom.js";
 import { apiPath } from "./routes.js";
-import { sayError } from "./status.js";
+import { showError } from "./status.js";
 import { draw } from "./worlds/index.js";
 
 function reenactmentResult(result) {
   const { first_difference: difference } = result;
-  if (!difference) return el("p", { class: "quiet" }, "Played again just now: every observation came out as before.");
+  if (!difference) return el("p", { class: "quiet" }, "Re-enacted: every observation equals the recorded one.");
   return el(
     "div",
     { class: "difference" },
-    el("p", {}, `Played again just now: it differs first at turn ${difference.turn}.`),
-    el("p", {}, "then: ", foreign(difference.then)),
+    el("p", {}, `Re-enacted: the first difference is at turn ${difference.turn}.`),
+    el("p", {}, "recorded: ", foreign(difference.then)),
     el("p", {}, "now: ", foreign(difference.now)),
   );
 }
@@ -23,42 +23,42 @@ export function picturePanel(answer, route) {
   const caption = el("p", { class: "caption" });
   const canvas = el("div", { class: "canvas" });
   const note = el("div");
-  const element = el("section", { class: "picture", "aria-label": "The world", tabindex: "0" }, caption, canvas, note);
+  const element = el("section", { class: "picture", "aria-label": "State of the environment", tabindex: "0" }, caption, canvas, note);
   let states = [answer.first_state, ...answer.turns.map((turn) => turn.state)];
   let position = 1;
 
   async function reenact() {
-    const pressed = note.querySelector("button");
-    pressed.disabled = true;
-    pressed.textContent = "Playing it again…";
+    const reenactButton = note.querySelector("button");
+    reenactButton.disabled = true;
+    reenactButton.textContent = "Re-enacting…";
     try {
       const result = await post(apiPath(["reenact", route.source, route.file, route.line]));
       states = [result.first_state, ...result.states];
       note.replaceChildren(reenactmentResult(result));
       show(position);
     } catch (error) {
-      sayError(error);
-      offer();
+      showError(error);
+      offerReenactment();
     }
   }
 
-  function offer() {
+  function offerReenactment() {
     if (states.some(Boolean)) return;
-    const about = el("p", { class: "quiet" }, "No picture was kept with this trajectory.");
-    const again = answer.can_reenact && !isExport ? button("Re-enact it", reenact) : null;
-    note.replaceChildren(...[about, again].filter(Boolean));
+    const notice = el("p", { class: "quiet" }, "This trajectory was recorded without states to draw.");
+    const reenactButton = answer.can_reenact && !isExport ? button("Re-enact it", reenact) : null;
+    note.replaceChildren(...[notice, reenactButton].filter(Boolean));
   }
 
-  function show(at) {
-    position = at;
-    const last = answer.turns[at - 2];
-    const place = at > answer.turns.length ? "At the end" : `Before turn ${at}`;
-    const state = states[at - 1];
-    caption.replaceChildren(place, ...(last?.action ? [", after ", foreign(last.action)] : []));
-    canvas.replaceChildren(...(state ? [draw(answer.row.env, state, states[at - 2] ?? null)] : []));
+  function show(newPosition) {
+    position = newPosition;
+    const lastTurn = answer.turns[position - 2];
+    const time = position > answer.turns.length ? "At the end" : `Before turn ${position}`;
+    const state = states[position - 1];
+    caption.replaceChildren(time, ...(lastTurn?.action ? [", after ", foreign(lastTurn.action)] : []));
+    canvas.replaceChildren(...(state ? [draw(answer.row.env, state, states[position - 2] ?? null)] : []));
     element.classList.toggle("without", !states.some(Boolean));
   }
 
-  offer();
+  offerReenactment();
   return { element, show };
 }

@@ -1,14 +1,14 @@
-// A world to play in: act yourself, ask its oracle, or let the model move.
+// Live play in an environment: act yourself, ask the oracle, or let the model act.
 
 import { post } from "./data.js";
 import { button, el, field, foreign, select } from "./dom.js";
 import { number } from "./format.js";
 import { playHref } from "./routes.js";
-import { say, sayError } from "./status.js";
+import { showError, showNotice } from "./status.js";
 import { observationBefore, openingCard, turnCard } from "./turns.js";
 import { draw } from "./worlds/index.js";
 
-/** What was said and seen so far, newest last; `opening` ends with the first observation. */
+/** The prompt and all turns so far, newest last; `opening` ends with the first observation. */
 function transcript(game, opening) {
   const cards = game.turns.map((turn, i) => {
     const heading = el("span", { class: "turn-title" }, `Turn ${i + 1}`);
@@ -37,15 +37,15 @@ class Player {
     this.element = el("div", { class: "player" });
   }
 
-  /** Ask the server, one question at a time: a second press while the first is under way does nothing. */
-  async ask(path, body, use) {
+  /** Send a request and pass the answer to `use`. While a request is running, further ones are ignored. */
+  async request(path, body, use) {
     if (this.busy) return;
     this.busy = true;
     this.element.setAttribute("aria-busy", "true");
     try {
       await use(await post(path, body));
     } catch (error) {
-      sayError(error);
+      showError(error);
     } finally {
       this.busy = false;
       this.element.removeAttribute("aria-busy");
@@ -54,7 +54,7 @@ class Player {
 
   async start(env, taskIndex) {
     await this.close();
-    await this.ask("play/new", { env, task_index: taskIndex }, (game) => {
+    await this.request("play/new", { env, task_index: taskIndex }, (game) => {
       this.env = env;
       this.states = [];
       this.opening = [...game.prompt, { role: "user", content: game.observation }];
@@ -64,15 +64,15 @@ class Player {
 
   async step(action) {
     if (!action.trim()) return;
-    await this.ask("play/step", { session: this.game.session, action }, (game) => this.show(game));
+    await this.request("play/step", { session: this.game.session, action }, (game) => this.show(game));
   }
 
-  async letModelMove() {
-    await this.ask("play/model", { session: this.game.session }, (game) => this.show(game));
+  async letModelAct() {
+    await this.request("play/model", { session: this.game.session }, (game) => this.show(game));
   }
 
   async askOracle() {
-    await this.ask("play/oracle", { session: this.game.session }, ({ thought, action }) => {
+    await this.request("play/oracle", { session: this.game.session }, ({ thought, action }) => {
       this.input.value = action;
       this.input.focus();
       this.advice.replaceChildren(el("p", {}, "Oracle: ", foreign(thought ?? ""), " ", foreign(action)));
@@ -80,11 +80,11 @@ class Player {
   }
 
   async save() {
-    await this.ask("play/save", { session: this.game.session }, ({ path }) => say(`Saved to ${path}`));
+    await this.request("play/save", { session: this.game.session }, ({ path }) => showNotice(`Saved to ${path}`));
   }
 
   async close() {
-    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // it may be gone already
+    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // the session can already be closed
     this.game = null;
   }
 
@@ -104,7 +104,7 @@ class Player {
     const [previousState, state] = [null, null, ...this.states].slice(-2);
     const canvas = el("div", { class: "canvas" }, state ? draw(this.env, state, previousState) : null);
     const kind = state ? "picture" : "picture without";
-    return el("section", { class: kind, "aria-label": "The world", tabindex: "0" }, canvas);
+    return el("section", { class: kind, "aria-label": "State of the environment", tabindex: "0" }, canvas);
   }
 
   saveTools() {
@@ -149,7 +149,7 @@ class Player {
         "p",
         { class: "tools" },
         button("Ask the oracle", () => this.askOracle()),
-        this.model ? button("Let the model move", () => this.letModelMove(), { title: this.model }) : null,
+        this.model ? button("Let the model act", () => this.letModelAct(), { title: this.model }) : null,
         button("Save", () => this.save()),
       ),
     ];
@@ -159,41 +159,41 @@ class Player {
 export async function playView(route) {
   const { worlds, model } = await post("play/worlds");
   const player = new Player(model);
-  const ready = worlds.filter((world) => world.why_not === null);
-  const chosen = ready.find(({ env }) => env === route.env) ?? ready[0];
-  const number = el("input", { type: "number", min: "0" });
-  const world = select(
-    ready.map(({ env, tasks }) => [env, `${env} (${tasks} test tasks)`]),
-    chosen?.env,
-    () => propose(null),
+  const playable = worlds.filter((world) => world.why_not === null);
+  const initial = playable.find(({ env }) => env === route.env) ?? playable[0];
+  const taskInput = el("input", { type: "number", min: "0" });
+  const envSelect = select(
+    playable.map(({ env, tasks }) => [env, `${env} (${tasks} test tasks)`]),
+    initial?.env,
+    () => showTask(null),
   );
 
-  /** A task of the chosen world, the first that it is tested on unless the address names one. */
-  function propose(asked) {
-    const about = ready.find(({ env }) => env === world.value);
-    number.max = String(about?.last ?? 0);
-    number.value = String(asked ?? about?.first ?? 0);
+  /** Set the task field: the task of the address, or the environment's first test task. */
+  function showTask(taskIndex) {
+    const tasks = playable.find(({ env }) => env === envSelect.value);
+    taskInput.max = String(tasks?.last ?? 0);
+    taskInput.value = String(taskIndex ?? tasks?.first ?? 0);
   }
 
-  function begin() {
-    history.replaceState(null, "", playHref(world.value, number.value));
-    return player.start(world.value, Number(number.value));
+  function start() {
+    history.replaceState(null, "", playHref(envSelect.value, taskInput.value));
+    return player.start(envSelect.value, Number(taskInput.value));
   }
 
-  propose(route.env === chosen?.env ? route.taskIndex : null);
+  showTask(route.env === initial?.env ? route.taskIndex : null);
   const form = el(
     "form",
     { class: "choose" },
-    field("World", world),
-    field("Task", number),
+    field("Environment", envSelect),
+    field("Task", taskInput),
     el("button", { class: "primary" }, "New"),
   );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    begin();
+    start();
   });
-  const missing = worlds.filter((each) => each.why_not !== null);
-  const hints = missing.map(({ env, why_not }) => el("li", {}, `${env}: `, foreign(why_not)));
+  const unplayable = worlds.filter((world) => world.why_not !== null);
+  const hints = unplayable.map(({ env, why_not }) => el("li", {}, `${env}: `, foreign(why_not)));
   const leave = () => player.close();
   addEventListener("pagehide", leave);
   return {
@@ -202,12 +202,12 @@ export async function playView(route) {
       "div",
       { class: "live-play" },
       el("h1", {}, "Live play"),
-      model ? el("p", { class: "quiet" }, "The model that can move: ", foreign(model)) : null,
-      ready.length ? form : el("p", { class: "empty" }, "No world is installed."),
-      hints.length ? el("div", { class: "missing" }, el("p", {}, "Not here yet:"), el("ul", {}, hints)) : null,
+      model ? el("p", { class: "quiet" }, "The model that can act: ", foreign(model)) : null,
+      playable.length ? form : el("p", { class: "empty" }, "No environment is installed."),
+      hints.length ? el("div", { class: "missing" }, el("p", {}, "Not installed:"), el("ul", {}, hints)) : null,
       player.element,
     ),
-    opened: () => ready.some(({ env }) => env === route.env) && begin(),
+    opened: () => playable.some(({ env }) => env === route.env) && start(),
     close() {
       removeEventListener("pagehide", leave);
       leave();

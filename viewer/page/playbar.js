@@ -1,8 +1,8 @@
-// Through a trajectory as through a film: first, back, play, next, last, and a slider.
+// Playback of a trajectory: buttons for first, previous, play, next and last turn, and a slider.
 
 import { button, el, svg } from "./dom.js";
 
-const FRAME = 1200;
+const FRAME_MS = 1200;
 const SHAPES = {
   first: "M5 4v12M15 4l-6 6 6 6",
   back: "M13 4l-6 6 6 6",
@@ -20,14 +20,14 @@ function icon(name) {
   );
 }
 
-/** `go(position)` moves; {element, show(position), toggle, stop}. Positions are 1..end. */
+/** `go(position)` is called to move. Returns {element, show(position), toggle, stop}. Positions are 1..end. */
 export function playBar(end, go) {
   let position = 1;
   let playing = null;
 
   const slider = el("input", { type: "range", min: "1", max: String(end), step: "1", "aria-label": "Turn" });
   slider.addEventListener("input", () => move(Number(slider.value)));
-  const place = el("output", { class: "place" });
+  const output = el("output", { class: "place" });
   const control = (name, label, run) => button(icon(name), run, { "aria-label": label, title: label });
   const playButton = control("play", "Play", () => toggle());
 
@@ -55,7 +55,7 @@ export function playBar(end, go) {
       return;
     }
     if (position >= end) go(1);
-    playing = setInterval(advance, FRAME);
+    playing = setInterval(advance, FRAME_MS);
     showPlaying();
   }
 
@@ -64,12 +64,12 @@ export function playBar(end, go) {
     go(to);
   }
 
-  function show(at) {
-    position = at;
-    const text = at >= end ? "the end" : `turn ${at} of ${end - 1}`;
-    slider.value = String(at);
+  function show(newPosition) {
+    position = newPosition;
+    const text = position >= end ? "the end" : `turn ${position} of ${end - 1}`;
+    slider.value = String(position);
     slider.setAttribute("aria-valuetext", text);
-    place.value = text;
+    output.value = text;
   }
 
   const element = el(
@@ -81,7 +81,7 @@ export function playBar(end, go) {
     control("next", "Next turn", () => move(position + 1)),
     control("last", "The end", () => move(end)),
     slider,
-    place,
+    output,
   );
   return { element, show, toggle, stop };
 }

@@ -1,24 +1,24 @@
-// Addresses: what stands behind the `#`, so that every view, filter and turn can be shared as a link.
+// Addresses: every view, filter and turn has an address after the `#`, so it can be shared as a link.
 //
-//     #/0                      overview of source 0         #/0/step_000003/17      its line 17
-//     #/0/step_000003?sort=…   list of one file             #/0/step_000003/17/4    that, at turn 4
-//     #/play/textcraft/12      task 12 of a world, live
+//     #/0                      overview of source 0         #/0/step_000003/17      line 17 of the file
+//     #/0/step_000003?sort=…   list of one file             #/0/step_000003/17/4    the same, at turn 4
+//     #/play/textcraft/12      task 12 of an environment, live
 
-const WHOLE_NUMBER = /^\d+$/;
+const INTEGER = /^\d+$/;
 
 function number(part) {
-  return WHOLE_NUMBER.test(part) ? Number(part) : NaN;
+  return INTEGER.test(part) ? Number(part) : NaN;
 }
 
 function decode(part) {
   try {
     return decodeURIComponent(part);
   } catch {
-    return part; // a lone % is not an encoding
+    return part; // a single % is not an encoding
   }
 }
 
-/** {view, source, file, line, turn, query} of a hash; view "unknown" for what no rule fits. */
+/** {view, source, file, line, turn, query} of a hash; the view is "unknown" if no rule matches. */
 export function parse(hash) {
   const [path, search = ""] = hash.replace(/^#?\/?/, "").split("?");
   const query = Object.fromEntries(new URLSearchParams(search));
@@ -35,8 +35,8 @@ export function parse(hash) {
 }
 
 function withQuery(path, query) {
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  return given.length ? `${path}?${new URLSearchParams(given)}` : path;
+  const entries = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  return entries.length ? `${path}?${new URLSearchParams(entries)}` : path;
 }
 
 export function overviewHref(source) {
@@ -55,12 +55,12 @@ export function playHref(env = null, taskIndex = null) {
   return env === null ? "#/play" : `#/play/${encodeURIComponent(env)}/${taskIndex}`;
 }
 
-/** Percent-encoded as Python's `quote` does it: an export's answers are found by these very letters. */
+/** Percent-encode exactly like Python's `quote`, because an export stores its answers under these paths. */
 function quoted(part) {
   return encodeURIComponent(part).replace(/[!'()*]/g, (sign) => `%${sign.charCodeAt(0).toString(16).toUpperCase()}`);
 }
 
-/** The path of a question to the server; an export keeps its answers under the same. */
+/** The path of a request to the server; an export stores the answer under the same path. */
 export function apiPath(parts) {
   return parts.map(quoted).join("/");
 }

@@ -1,23 +1,23 @@
-// Search of a whole source: hits come in while the server reads on, and it can be stopped.
+// Search all files of a source. Hits appear while the search is running, and the user can stop it.
 
 import { search } from "./data.js";
 import { button, el, foreign } from "./dom.js";
 import { count } from "./format.js";
 import { trajectoryHref } from "./routes.js";
-import { sayError } from "./status.js";
+import { showError } from "./status.js";
 
-const HITS_SHOWN = 200;
+const MAX_HITS = 200;
 
-/** The excerpt with what was looked for marked in it. */
-function marked(excerpt, text) {
-  const at = excerpt.toLowerCase().indexOf(text.toLowerCase());
-  if (at < 0) return foreign(excerpt);
-  const end = at + text.length;
+/** The excerpt with the search text highlighted. */
+function highlight(excerpt, text) {
+  const start = excerpt.toLowerCase().indexOf(text.toLowerCase());
+  if (start < 0) return foreign(excerpt);
+  const end = start + text.length;
   return el(
     "span",
     { class: "foreign" },
-    excerpt.slice(0, at),
-    el("mark", {}, excerpt.slice(at, end)),
+    excerpt.slice(0, start),
+    el("mark", {}, excerpt.slice(start, end)),
     excerpt.slice(end),
   );
 }
@@ -25,17 +25,17 @@ function marked(excerpt, text) {
 function hitItem(source, hit, text) {
   const href = trajectoryHref(source, hit.file, hit.line, Math.max(1, hit.turn));
   const place = hit.turn === 0 ? "before the first turn" : `turn ${hit.turn}`;
-  return el("li", {}, el("a", { href }, `${hit.file}, line ${hit.line}, ${place}`), marked(hit.excerpt, text));
+  return el("li", {}, el("a", { href }, `${hit.file}, line ${hit.line}, ${place}`), highlight(hit.excerpt, text));
 }
 
 /** {element, focus, stop} */
 export function searchBox(source, name) {
   const input = el("input", {
     type: "search",
-    "aria-label": `Search in all of ${name}`,
+    "aria-label": `Search all files of ${name}`,
     placeholder: "Search all texts of this source",
   });
-  const progress = el("progress", { "aria-label": "Searched so far", hidden: true });
+  const progress = el("progress", { "aria-label": "Progress of the search", hidden: true });
   const stopButton = button("Stop", () => stop(), { hidden: true });
   const summary = el("p", { class: "quiet", role: "status" });
   const hits = el("ol", { class: "hits" });
@@ -62,10 +62,10 @@ export function searchBox(source, name) {
 
   function showEvent(event, text) {
     if (event.progress) [progress.value, progress.max] = event.progress;
-    if (event.hit && hits.children.length < HITS_SHOWN) hits.append(hitItem(source, event.hit, text));
+    if (event.hit && hits.children.length < MAX_HITS) hits.append(hitItem(source, event.hit, text));
     if (!event.done) return;
-    const cut = event.cut || event.hits > HITS_SHOWN ? `, the first ${hits.children.length} of them shown` : "";
-    summary.textContent = `${count(event.hits, "hit")}${cut}`;
+    const limit = event.cut || event.hits > MAX_HITS ? `, showing the first ${hits.children.length}` : "";
+    summary.textContent = `${count(event.hits, "hit")}${limit}`;
   }
 
   async function run(text) {
@@ -82,11 +82,11 @@ export function searchBox(source, name) {
         showEvent(event, text);
       }
     } catch (error) {
-      if (error.name !== "AbortError") sayError(error);
+      if (error.name !== "AbortError") showError(error);
     }
-    if (running !== controller) return; // a later search has taken the place
+    if (running !== controller) return; // a later search is running
     showRunning(null);
-    if (controller.signal.aborted) summary.textContent = `${count(hits.children.length, "hit")} until it was stopped`;
+    if (controller.signal.aborted) summary.textContent = `${count(hits.children.length, "hit")} before it was stopped`;
   }
 
   const form = el("form", { role: "search" }, input, el("button", {}, "Search"), stopButton, clearButton, progress);

@@ -1,13 +1,13 @@
-// One line at the foot of the page that says what happened; screen readers read it when they are free.
+// The status line at the bottom of the page, for notices and errors. Screen readers announce it.
 
 import { button, el } from "./dom.js";
 
-const CLEARED_AFTER = 8000;
-let clearing;
+const NOTICE_MS = 8000;
+let timer;
 
 function show(kind, ...content) {
   const region = document.getElementById("status");
-  clearTimeout(clearing);
+  clearTimeout(timer);
   region.className = kind;
   region.replaceChildren(...content);
 }
@@ -16,12 +16,12 @@ function clear() {
   show("");
 }
 
-export function say(text) {
+export function showNotice(text) {
   show("notice", el("span", {}, text));
-  clearing = setTimeout(clear, CLEARED_AFTER);
+  timer = setTimeout(clear, NOTICE_MS);
 }
 
-/** An error stays until it is read and put away. */
-export function sayError(error) {
+/** Show an error until the user dismisses it. */
+export function showError(error) {
   show("error", el("span", {}, error.message), button("Dismiss", clear));
 }

@@ -1,10 +1,10 @@
-// Light or dark: as the system says, until the reader says otherwise. And the memory of such choices.
+// Light or dark theme: the system's setting until the user chooses one. Also stores such choices in the browser.
 
 import { button } from "./dom.js";
 
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
-/** A choice kept from an earlier visit; null where there is none, or where the browser keeps nothing. */
+/** A choice stored earlier; null if there is none or the browser stores nothing. */
 export function recall(name) {
   try {
     return localStorage.getItem(`replay.${name}`);
@@ -17,18 +17,18 @@ export function remember(name, value) {
   try {
     localStorage.setItem(`replay.${name}`, value);
   } catch {
-    // Private windows may refuse; the choice then lasts as long as the page.
+    // Private windows can refuse. The choice is then lost when the page is closed.
   }
 }
 
 function isDark() {
-  const chosen = recall("theme") ?? sessionChoice;
-  return chosen ? chosen === "dark" : systemDark.matches;
+  const choice = recall("theme") ?? sessionChoice;
+  return choice ? choice === "dark" : systemDark.matches;
 }
 
-let sessionChoice = null; // for a browser that keeps nothing
+let sessionChoice = null; // for a browser that stores nothing
 
-/** The toggle; `onchange` is called whenever the colours have changed, for pictures that are painted with them. */
+/** The toggle button; `onchange` is called after every change of colours, so that charts can be redrawn. */
 export function themeToggle(onchange) {
   const toggle = button("", () => {
     sessionChoice = isDark() ? "light" : "dark";
@@ -37,7 +37,7 @@ export function themeToggle(onchange) {
     onchange();
   });
   const show = () => {
-    document.documentElement.dataset.theme = isDark() ? "dark" : "light"; // which colours the style sheet takes
+    document.documentElement.dataset.theme = isDark() ? "dark" : "light"; // selects the colours in style.css
     toggle.textContent = isDark() ? "Light" : "Dark";
     toggle.setAttribute("aria-label", isDark() ? "Light colours" : "Dark colours");
   };

@@ -1,12 +1,12 @@
-// Text as the model has it: token by token, which of them it wrote itself, and how likely each was to it.
+// A text token by token: which tokens the policy sampled, and with which probability.
 //
-// Policy tokens (loss_mask 1) are underlined and shaded by how unlikely they were; the others were given. One
-// token at a time has the focus; the arrow keys move it, and its numbers stand in a tooltip.
+// Policy tokens (loss_mask 1) are underlined, and darker the less likely they were; all others are context. One token
+// at a time has the focus. The arrow keys move the focus, and a tooltip shows the token's numbers.
 
 import { el } from "./dom.js";
 import { number, signed } from "./format.js";
 
-const SHADES = [0.9, 0.5, 0.2, 0.05]; // a token below the n-th of these probabilities has shade n + 1
+const SHADES = [0.9, 0.5, 0.2, 0.05]; // the shade of a token is the number of these limits above its probability
 const MOVES = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
 let tooltips = 0;
 
@@ -14,7 +14,7 @@ function shadeOf(probability) {
   return SHADES.filter((limit) => probability < limit).length;
 }
 
-function shownPiece(tokens, i) {
+function tokenText(tokens, i) {
   if (tokens.text === null) return `${tokens.ids[i]} `;
   return tokens.text[i].replaceAll("\n", "⏎\n") || "∅";
 }
@@ -25,13 +25,13 @@ function tokenSpan(tokens, i) {
   return el(
     "span",
     { class: isPolicy ? "token policy" : "token", "data-shade": shade, tabindex: "-1" },
-    shownPiece(tokens, i),
+    tokenText(tokens, i),
   );
 }
 
 function explanation(tokens, i) {
   const id = `id ${tokens.ids[i]}`;
-  if (tokens.mask[i] !== 1) return [id, "given: not trained on"];
+  if (tokens.mask[i] !== 1) return [id, "context: not trained on"];
   const logProb = tokens.log_prob[i];
   const lines = [id, `log-prob ${number(logProb)}`, `probability ${number(Math.exp(logProb))}`];
   return tokens.advantage ? [...lines, `advantage ${signed(tokens.advantage[i])}`] : lines;
@@ -42,11 +42,11 @@ export function tokenView(label, tokens) {
   const tooltip = el("div", { role: "tooltip", id: `token-tooltip-${++tooltips}`, hidden: true });
   const text = el(
     "div",
-    { class: "tokens", role: "group", "aria-label": `${label}; arrow keys go through them` },
+    { class: "tokens", role: "group", "aria-label": `${label}; use the arrow keys to move` },
     spans,
   );
   const element = el("div", { class: "token-view" }, text, tooltip);
-  let entry = 0;
+  let focused = 0;
 
   function hide() {
     tooltip.hidden = true;
@@ -56,19 +56,19 @@ export function tokenView(label, tokens) {
     tooltip.replaceChildren(...explanation(tokens, i).map((line) => el("div", {}, line)));
     tooltip.hidden = false;
     const box = spans[i].getClientRects()[0] ?? spans[i].getBoundingClientRect();
-    const home = element.getBoundingClientRect();
-    const furthest = Math.max(0, home.width - tooltip.offsetWidth);
-    tooltip.style.left = `${Math.min(Math.max(0, box.left - home.left), furthest)}px`;
-    tooltip.style.top = `${box.bottom - home.top + 4}px`;
+    const frame = element.getBoundingClientRect();
+    const maxLeft = Math.max(0, frame.width - tooltip.offsetWidth);
+    tooltip.style.left = `${Math.min(Math.max(0, box.left - frame.left), maxLeft)}px`;
+    tooltip.style.top = `${box.bottom - frame.top + 4}px`;
   }
 
-  /** Only one token of the view is a tab stop: the one that had the focus last. */
+  /** Make token i the view's only tab stop. */
   function enter(i) {
-    spans[entry].tabIndex = -1;
-    spans[entry].removeAttribute("aria-describedby");
-    entry = i;
-    spans[entry].tabIndex = 0;
-    spans[entry].setAttribute("aria-describedby", tooltip.id);
+    spans[focused].tabIndex = -1;
+    spans[focused].removeAttribute("aria-describedby");
+    focused = i;
+    spans[focused].tabIndex = 0;
+    spans[focused].setAttribute("aria-describedby", tooltip.id);
   }
 
   text.addEventListener("focusin", (event) => {
@@ -87,7 +87,7 @@ export function tokenView(label, tokens) {
     if (event.key === "Escape") hide();
     if (!(event.key in MOVES)) return;
     event.preventDefault();
-    spans[Math.min(Math.max(entry + MOVES[event.key], 0), spans.length - 1)].focus();
+    spans[Math.min(Math.max(focused + MOVES[event.key], 0), spans.length - 1)].focus();
   });
   if (spans.length) enter(0);
   return element;
@@ -98,12 +98,12 @@ export function tokenLegend() {
   return el(
     "p",
     { class: "token-legend" },
-    el("span", {}, sample("policy", 0, "policy token"), " the model wrote it; the loss counts it"),
-    el("span", {}, sample("", 0, "given"), " prompt or world"),
+    el("span", {}, sample("policy", 0, "policy token"), " sampled by the model, in the loss"),
+    el("span", {}, sample("", 0, "context"), " from the prompt or the environment"),
     el(
       "span",
       {},
-      "the less likely: ",
+      "probability: ",
       [1, 2, 3, 4].map((shade) => sample("policy", shade, ["<0.9", "<0.5", "<0.2", "<0.05"][shade - 1])),
     ),
   );

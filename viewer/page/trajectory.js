@@ -1,7 +1,7 @@
-// One trajectory, turn by turn: what the agent saw, what it said, what the world looked like.
+// One trajectory, turn by turn: observations, actions and pictures of the environment's state.
 //
-// Position p = 1..N is turn p, before its action; N + 1 is the end. Address, slider, highlighted card and picture
-// all show the same position.
+// Position p = 1..N is the state before the action of turn p; N + 1 is the end. The address, the slider, the
+// highlighted card and the picture all show the same position.
 
 import { copyTools } from "./copy.js";
 import { get } from "./data.js";
@@ -22,8 +22,8 @@ function fact(name, value, kind = null) {
 }
 
 function ending(answer) {
-  const how = answer.terminated ? "terminated" : answer.truncated ? "truncated" : "";
-  return how ? `${words(answer.row.stop_reason)} (${how})` : words(answer.row.stop_reason);
+  const kind = answer.terminated ? "terminated" : answer.truncated ? "truncated" : "";
+  return kind ? `${words(answer.row.stop_reason)} (${kind})` : words(answer.row.stop_reason);
 }
 
 function facts(answer) {
@@ -50,15 +50,16 @@ function facts(answer) {
 function siblings(route, answer) {
   if (answer.group.length < 2) return null;
   const items = answer.group.map((row) => {
-    const own = row.line === answer.row.line;
-    const parts = answer.parts_at[row.line];
-    const where = own ? "this one" : parts ? `parts at turn ${parts}` : "the same actions";
-    const href = trajectoryHref(route.source, route.file, row.line, parts ?? 1);
-    const content = [el("strong", {}, number(row.return)), el("span", {}, `${outcome(row)}, ${where}`)];
-    const link = el("a", { class: `sample ${outcome(row)}`, href, "aria-current": own ? "true" : null }, content);
+    const isCurrent = row.line === answer.row.line;
+    const turn = answer.parts_at[row.line];
+    const difference = isCurrent ? "this one" : turn ? `differs from turn ${turn}` : "the same actions";
+    const href = trajectoryHref(route.source, route.file, row.line, turn ?? 1);
+    const content = [el("strong", {}, number(row.return)), el("span", {}, `${outcome(row)}, ${difference}`)];
+    const current = isCurrent ? "true" : null;
+    const link = el("a", { class: `sample ${outcome(row)}`, href, "aria-current": current }, content);
     return el("li", { "data-key": `line ${row.line}` }, link);
   });
-  return el("section", { class: "siblings" }, el("h2", {}, `Its group of ${answer.group.length}`), el("ul", {}, items));
+  return el("section", { class: "siblings" }, el("h2", {}, `Group of ${answer.group.length}`), el("ul", {}, items));
 }
 
 function side(route, answer) {
@@ -145,16 +146,16 @@ export async function trajectoryView(route, site) {
       { keys: ["ArrowLeft", "k"], does: "previous turn", run: () => go(position - 1) },
       { keys: ["Home"], does: "first turn", run: () => go(1) },
       { keys: ["End"], does: "the end", run: () => go(end) },
-      { keys: [" "], does: "play, pause", run: bar.toggle },
-      { keys: ["g"], does: "to the group", run: focusGroup },
-      { keys: ["t"], does: "tokens, and back", run: () => hasTokens && showTokens(!turns.tokensShown()) },
+      { keys: [" "], does: "play or pause", run: bar.toggle },
+      { keys: ["g"], does: "go to the group", run: focusGroup },
+      { keys: ["t"], does: "show or hide tokens", run: () => hasTokens && showTokens(!turns.tokensShown()) },
       { keys: ["["], does: "previous trajectory", run: () => goLine(answer.previous) },
       { keys: ["]"], does: "next trajectory", run: () => goLine(answer.next) },
       { keys: ["/"], does: "search", run: () => (location.hash = listHref(route.source, route.file, { find: "1" })) },
     ],
     opened: () => position > 1 && turns.scrollToCurrent(),
     async update() {
-      answer = await read(); // a written trajectory stays; what stands around it may have grown
+      answer = await read(); // the trajectory does not change, but its group and the file can grow
       patch(sideNode, side(route, answer));
       patch(navigation, neighbours(route, source(), answer));
     },

@@ -1,4 +1,4 @@
-// Turns as cards: the observation before, then thought and action apart, and what came of it.
+// One card per turn: the observation before it, the thought, the action and the reward.
 
 import { button, el, foreign } from "./dom.js";
 import { number, outcome, seconds, words } from "./format.js";
@@ -8,7 +8,7 @@ function block(kind, label, content) {
   return el("div", { class: `block ${kind}` }, el("span", { class: "label" }, label), content);
 }
 
-function said(turn) {
+function modelText(turn) {
   if (turn.action === null) return block("action", "said", foreign(turn.action_text, "p"));
   const thought = turn.thought ? block("thought", "thought", foreign(turn.thought, "p")) : null;
   return [thought, block("action", "action", foreign(turn.action, "p"))];
@@ -25,7 +25,7 @@ function meta(turn) {
   );
 }
 
-function shownText(text, tokens, label, withTokens) {
+function textOrTokens(text, tokens, label, withTokens) {
   return withTokens && tokens?.ids.length ? tokenView(label, tokens) : foreign(text, "p");
 }
 
@@ -33,7 +33,7 @@ function firstObservation(opening) {
   return opening.at(-1)?.role === "user" ? opening.at(-1).content : null;
 }
 
-/** What was said before the first turn; as tokens, with the first observation that belongs to the same stretch. */
+/** The prompt before the first turn. As tokens it includes the first observation. */
 export function openingCard(opening, tokens = null, withTokens = false) {
   if (withTokens && tokens) {
     return el("li", { class: "opening" }, block("observation", "opening", tokenView("Tokens of the opening", tokens)));
@@ -44,43 +44,43 @@ export function openingCard(opening, tokens = null, withTokens = false) {
   return el("li", { class: "opening" }, el("details", {}, el("summary", {}, "Prompt"), blocks));
 }
 
-/** `before`: {text, tokens} of the observation that the turn answers; `heading`: a button or a plain title. */
-export function turnCard(turn, place, before, heading, withTokens = false) {
-  const seen =
+/** `before`: {text, tokens} of the observation before the turn; `heading`: a button or a plain title. */
+export function turnCard(turn, number, before, heading, withTokens = false) {
+  const observation =
     before.text === null
       ? null
       : block(
           "observation",
           "observation",
-          shownText(before.text, before.tokens, `Tokens of the observation before turn ${place}`, withTokens),
+          textOrTokens(before.text, before.tokens, `Tokens of the observation before turn ${number}`, withTokens),
         );
-  const own =
+  const action =
     withTokens && turn.action_tokens
-      ? block("action", "said", tokenView(`Tokens of turn ${place}`, turn.action_tokens))
-      : said(turn);
-  return el("li", { class: "turn" }, el("div", { class: "turn-head" }, heading, meta(turn)), seen, own);
+      ? block("action", "said", tokenView(`Tokens of turn ${number}`, turn.action_tokens))
+      : modelText(turn);
+  return el("li", { class: "turn" }, el("div", { class: "turn-head" }, heading, meta(turn)), observation, action);
 }
 
 function endCard(row, before, heading, withTokens) {
-  const became = el("span", { class: `outcome ${outcome(row)}` }, outcome(row));
-  const result = el("span", { class: "meta" }, became, el("span", {}, words(row.stop_reason)));
-  const seen = before.text
+  const outcomeLabel = el("span", { class: `outcome ${outcome(row)}` }, outcome(row));
+  const result = el("span", { class: "meta" }, outcomeLabel, el("span", {}, words(row.stop_reason)));
+  const observation = before.text
     ? block(
         "observation",
         "observation",
-        shownText(before.text, before.tokens, "Tokens of the last observation", withTokens),
+        textOrTokens(before.text, before.tokens, "Tokens of the last observation", withTokens),
       )
     : null;
-  return el("li", { class: "turn end" }, el("div", { class: "turn-head" }, heading, result), seen);
+  return el("li", { class: "turn end" }, el("div", { class: "turn-head" }, heading, result), observation);
 }
 
-/** The observation before turn `place`; none for the first when it already stands among the opening's tokens. */
-export function observationBefore(opening, turns, place, openingShown = false) {
-  if (place > 1) return { text: turns[place - 2].observation_text, tokens: turns[place - 2].observation_tokens };
+/** The observation before turn `number`. The first one is left out if the opening's tokens already include it. */
+export function observationBefore(opening, turns, number, openingShown = false) {
+  if (number > 1) return { text: turns[number - 2].observation_text, tokens: turns[number - 2].observation_tokens };
   return { text: openingShown ? null : firstObservation(opening), tokens: null };
 }
 
-/** {element, show(position), showTokens(shown), tokensShown(), scrollToCurrent()} */
+/** Returns {element, show(position), showTokens(shown), tokensShown(), scrollToCurrent()}. */
 export function turnList(answer, onselect) {
   const element = el("ol", { class: "turns" });
   let withTokens = false;
@@ -88,8 +88,8 @@ export function turnList(answer, onselect) {
 
   function build() {
     const openingShown = withTokens && answer.opening_tokens !== null;
-    const title = (label, place) => button(label, () => onselect(place), { class: "turn-title" });
-    const before = (place) => observationBefore(answer.opening, answer.turns, place, openingShown);
+    const title = (label, position) => button(label, () => onselect(position), { class: "turn-title" });
+    const before = (position) => observationBefore(answer.opening, answer.turns, position, openingShown);
     cards = answer.turns.map((turn, i) =>
       turnCard(turn, i + 1, before(i + 1), title(`Turn ${i + 1}`, i + 1), withTokens),
     );

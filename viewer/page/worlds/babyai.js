@@ -1,10 +1,10 @@
-// BabyAI: the whole grid seen from above, although the agent sees only the dashed window, and no further than walls.
+// BabyAI: the full grid from above. The agent sees only the dashed window, and only up to the next wall or closed door.
 
 import { el, foreign, svg } from "../dom.js";
 import { amount, folding, listOf, required, section, textOf, verdict } from "./parts.js";
 import { CELL, nameOf, readGrid, shapeOf } from "./babyaicells.js";
 
-const VIEW = 7; // cells a side; the agent stands at the middle of the near edge
+const VIEW = 7; // cells per side; the agent is in the middle of the near edge
 const COLORS = ["red", "green", "blue", "purple", "yellow", "grey"];
 const KINDS = ["key", "ball", "box"];
 
@@ -23,7 +23,7 @@ function lines({ width, height }) {
   return svg("path", { class: "grid-lines", d: [...columns, ...rows].join("") });
 }
 
-/** The window before the agent; what lies outside the grid is cut off by the picture's edge. */
+/** The window in front of the agent. The picture's edge cuts off the part outside the grid. */
 function view({ x, y, direction }) {
   const half = (VIEW - 1) / 2;
   const corner = {
@@ -36,17 +36,17 @@ function view({ x, y, direction }) {
   return svg(
     "rect",
     { class: "view", x: corner[0] * CELL, y: corner[1] * CELL, width: side, height: side },
-    svg("title", {}, "In view, as far as no wall or closed door hides it"),
+    svg("title", {}, "The agent's view, except cells behind walls and closed doors"),
   );
 }
 
-/** Where the agent stood before the turn, if it went somewhere in the same level. */
+/** A mark where the agent was before the turn, if it has moved. */
 function footprint(grid, agent, previous) {
   const [x, y] = listOf(previous?.position);
-  const inside = Number.isInteger(x) && Number.isInteger(y) && x >= 0 && y >= 0 && x < grid.width && y < grid.height;
-  if (!inside || (x === agent?.x && y === agent?.y)) return null;
+  const isInside = Number.isInteger(x) && Number.isInteger(y) && x >= 0 && y >= 0 && x < grid.width && y < grid.height;
+  if (!isInside || (x === agent?.x && y === agent?.y)) return null;
   const circle = { class: "footprint", cx: (x + 0.5) * CELL, cy: (y + 0.5) * CELL, r: 4 };
-  return svg("circle", circle, svg("title", {}, `The agent stood here before: ${place({ x, y })}`));
+  return svg("circle", circle, svg("title", {}, `The agent was here before: ${place({ x, y })}`));
 }
 
 function object(cell) {
@@ -67,7 +67,7 @@ function picture(grid, agent, previous, label) {
   );
 }
 
-/** The carried object in its shape, where its name is one that the world has. */
+/** A picture of the carried object, if its name is known. */
 function carriedShape(carrying) {
   const [color, kind] = carrying.split(" ");
   if (!COLORS.includes(color) || !KINDS.includes(kind)) return null;
@@ -96,19 +96,19 @@ export function drawBabyAI(state, previous) {
   const grid = readGrid(state.grid);
   if (!grid) throw new Error("no grid");
   const agent = grid.cells.find((cell) => cell.kind === "agent");
-  const standing = agent ? `${place(agent)}, facing ${agent.direction}` : "";
+  const position = agent ? `${place(agent)}, facing ${agent.direction}` : "";
   const carrying = textOf(state.carrying) || "nothing";
   const label =
     `Grid of ${grid.width} by ${grid.height} cells. Mission: ${mission}. ` +
-    `Agent: ${standing || "not in the grid"}. Carrying: ${carrying}.`;
+    `Agent: ${position || "not in the grid"}. Carrying: ${carrying}.`;
   const score = state.score > 0 ? `return ${Number(state.score).toFixed(2)}` : "";
   return [
     el("p", { class: "mission" }, foreign(mission)),
     verdict(state, amount(state.num_turns, "turn"), stepsOf(state), score, levelOf(state)),
     picture(grid, agent, previous, label),
     el("p", { class: "carrying" }, "Carrying ", carriedShape(carrying), foreign(carrying)),
-    standing ? el("p", {}, `The agent: ${standing}.`) : null,
-    agent ? el("p", { class: "quiet" }, "Columns and rows count from 0. Dashed: the window that the agent sees.") : null,
+    position ? el("p", {}, `Agent: ${position}.`) : null,
+    agent ? el("p", { class: "quiet" }, "Columns and rows count from 0. The dashed window is the agent's view.") : null,
     section("Objects", objectList(grid.cells)),
   ];
 }

@@ -1,7 +1,7 @@
-// BabyAI's grid: what the two letters of a cell say, and the shape that is drawn for it.
+// BabyAI's grid: read the two letters of each cell, and draw a shape for it.
 //
-// Shapes fill a box of 20 x 20. Each kind has a shape of its own and an outline, so that the colour, which a reader
-// may not see, is never all there is; its name is in the <title>, which shows when one points at the object.
+// Shapes fill a box of 20 x 20. Every kind has a different shape and an outline, for readers who cannot tell the
+// colours apart. The name is in the <title>, which browsers show when the mouse is over the object.
 
 import { svg } from "../dom.js";
 
@@ -35,7 +35,7 @@ function cellOf(letters, x, y) {
   return kind && color ? { kind, color, x, y } : { kind: "unknown", color: "", letters, x, y };
 }
 
-/** {width, height, cells} of the rows of text, cells without the empty ones; null if this is no grid. */
+/** {width, height, cells} of the rows of text, without empty cells; null if it is not a grid. */
 export function readGrid(rows) {
   const isGrid = Array.isArray(rows) && rows.length > 0 && rows.every((row) => typeof row === "string");
   if (!isGrid) return null;
@@ -47,9 +47,9 @@ export function readGrid(rows) {
   return { width, height, cells };
 }
 
-/** "blue key", 'what the grid calls "XX"'. */
+/** "blue key", 'unknown object "XX"'. */
 export function nameOf(cell) {
-  if (cell.kind === "unknown") return `what the grid calls "${cell.letters}"`;
+  if (cell.kind === "unknown") return `unknown object "${cell.letters}"`;
   return [cell.color, cell.kind].filter(Boolean).join(" ");
 }
 

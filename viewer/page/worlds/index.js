@@ -1,7 +1,8 @@
-// What a world looks like at one turn: each world has a file that draws its state; any other is shown as its JSON.
+// A picture of an environment's state at one turn. Each of our environments has a file that draws it; the state of any
+// other environment is shown as text.
 //
-// A state comes from a file that anyone may have written, so nothing in it is taken for granted: a drawing that
-// misses what it is about throws, and the state is then shown as text.
+// A state comes from a file that anyone can have written, so its fields are checked. If a drawing lacks a field that it
+// needs, it throws, and the state is shown as text.
 
 import { el } from "../dom.js";
 import { drawBabyAI } from "./babyai.js";
@@ -10,7 +11,7 @@ import { drawSearchQA } from "./searchqa.js";
 import { drawText } from "./text.js";
 import { drawTextCraft } from "./textcraft.js";
 
-// A Map, because the name comes from a file: an object would find "constructor" as well.
+// A Map, because the name comes from a file, and an object would also have "constructor".
 const drawings = new Map([
   ["textcraft", drawTextCraft],
   ["babyai", drawBabyAI],

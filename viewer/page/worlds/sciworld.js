@@ -1,11 +1,11 @@
-// ScienceWorld: progress and what counts towards it, the room, what is carried, and every object by its place.
+// ScienceWorld: the score and its steps, the inventory, the room, and a tree of all objects.
 
 import { el, foreign } from "../dom.js";
 import { signed } from "../format.js";
 import { amount, changed, folding, listOf, required, section, textOf, verdict } from "./parts.js";
 
-const MAX_DEPTH = 40; // of the tree: deeper than things lie within things
-// Every object has two of them for electric circuits; they would be two thirds of the tree.
+const MAX_DEPTH = 40; // of the tree; no real object is nested this deep
+// Every object has two terminals for electric circuits. They would fill two thirds of the tree.
 const TERMINALS = new Set(["terminal 1", "terminal 2", "anode", "cathode"]);
 
 function lines(text) {
@@ -28,7 +28,7 @@ function goalItem(entry, place, before) {
     "li",
     { class: done ? "done" : "open" },
     el("span", { class: "state" }, done ? "✓ done" : "○ not done"),
-    words ? foreign(words) : el("span", { class: "quiet" }, "(the world has no words for it)"),
+    words ? foreign(words) : el("span", { class: "quiet" }, "(the environment does not describe it)"),
     isNew ? changed("more", "now") : null,
   );
 }
@@ -37,18 +37,18 @@ function checklist(goals, before) {
   return goals.length > 0 ? el("ul", { class: "checklist" }, goals.map((goal, at) => goalItem(goal, at, before))) : null;
 }
 
-/** Lines as the world wrote them; those that the turn brought are marked, those that it took away come last. */
+/** Lines of the environment's text. Lines that are new at this turn are marked; lines that it removed come last. */
 function changedLines(text, before) {
-  const now = lines(text);
-  const earlier = before === null ? now : lines(before);
+  const current = lines(text);
+  const previous = before === null ? current : lines(before);
   const item = (line, sign) =>
     el("li", { class: /^\s/.test(line) ? "inner" : null }, foreign(line.trim()), sign ? changed(...sign) : null);
-  const shown = now.map((line) => item(line, earlier.includes(line) ? null : ["more", "+ new"]));
-  const gone = earlier.filter((line) => !now.includes(line)).map((line) => item(line, ["less", "− gone"]));
-  return now.length + gone.length > 0 ? el("ul", { class: "world-lines" }, shown, gone) : null;
+  const items = current.map((line) => item(line, previous.includes(line) ? null : ["more", "+ new"]));
+  const removed = previous.filter((line) => !current.includes(line)).map((line) => item(line, ["less", "− gone"]));
+  return current.length + removed.length > 0 ? el("ul", { class: "world-lines" }, items, removed) : null;
 }
 
-/** The state before says what changed in a room only if it was the same room. */
+/** The description of the room before the turn; null if the agent has moved to another room. */
 function roomBefore(state, previous) {
   const before = textOf(previous?.look);
   return before && lines(before)[0] === lines(state.look)[0] ? before : null;
@@ -59,35 +59,35 @@ function holdsAgent(node, depth = 0) {
   return listOf(node?.contents).some((inner) => inner?.name === "agent" || holdsAgent(inner, depth + 1));
 }
 
-/** `path` names the place of the object in the tree, so that an opened one stays open at the next turn. */
+/** `path` identifies the object in the tree, so that an object that the user opened stays open at the next turn. */
 function objectItem(node, path, depth) {
   const name = textOf(node?.name) || "(no name)";
   const inner = listOf(node?.contents).filter((child) => !TERMINALS.has(child?.name));
   if (inner.length === 0 || depth > MAX_DEPTH) return el("li", {}, foreign(name));
-  const here = `${path}/${name}`;
+  const key = `${path}/${name}`;
   const title = [foreign(name), el("span", { class: "quiet" }, ` ${inner.length}`)];
-  const items = el("ul", {}, inner.map((child) => objectItem(child, here, depth + 1)));
-  return el("li", {}, folding(here, depth === 0 || holdsAgent(node), title, items));
+  const items = el("ul", {}, inner.map((child) => objectItem(child, key, depth + 1)));
+  return el("li", {}, folding(key, depth === 0 || holdsAgent(node), title, items));
 }
 
 function objectTree(root) {
   if (!root || typeof root !== "object") return null;
-  const about = el("p", { class: "quiet" }, "All of them, also what the agent cannot see; the agent's place is open.");
-  return [about, el("ul", { class: "objects" }, objectItem(root, "sciworld", 0))];
+  const note = el("p", { class: "quiet" }, "All objects, including those that the agent cannot see. Its location is open.");
+  return [note, el("ul", { class: "objects" }, objectItem(root, "sciworld", 0))];
 }
 
 export function drawSciWorld(state, previous) {
   const goal = required(state, "goal");
   const goals = listOf(state.goals);
   const done = goals.filter((entry) => entry?.done === true).length;
-  const held = typeof previous?.inventory === "string" ? previous.inventory : null;
+  const previousInventory = typeof previous?.inventory === "string" ? previous.inventory : null;
   return [
     el("p", { class: "mission long" }, foreign(goal)),
     verdict(state, amount(state.num_turns, "turn"), textOf(state.subtask), textOf(state.task)),
     score(state, previous),
     section(`Steps that count: ${done} of ${goals.length} done`, checklist(goals, listOf(previous?.goals))),
-    section("Carried", changedLines(state.inventory, held)),
-    section("Here", changedLines(state.look, roomBefore(state, previous))),
+    section("Inventory", changedLines(state.inventory, previousInventory)),
+    section("Room", changedLines(state.look, roomBefore(state, previous))),
     section("Objects", objectTree(state.objects)),
   ];
 }

@@ -1,11 +1,11 @@
-// Search and answer: the question, what was given as its answer, and what each query found.
+// SearchQA: the question, the agent's answer and the golden answers, and the passages that each query found.
 
 import { el, foreign } from "../dom.js";
 import { amount, changed, folding, listOf, required, section, textOf, verdict } from "./parts.js";
 
-/** Finds any of the answers as whole words ("no" is not in "north"); null where there is none to find. */
-function finder(answers) {
-  // The longest first: of "York" and "New York" the whole name is to be marked.
+/** A pattern that finds the answers as full words ("no" is not in "north"); null if there are no answers. */
+function answerPattern(answers) {
+  // Longest first, so that "New York" is marked and not only "York".
   const escaped = [...answers]
     .sort((a, b) => b.length - a.length)
     .map((answer) => answer.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
@@ -14,7 +14,7 @@ function finder(answers) {
 }
 
 /** The text with every golden answer in a <mark>. */
-function marked(text, golden) {
+function markAnswers(text, golden) {
   const pieces = [];
   let end = 0;
   for (const match of golden ? text.matchAll(golden) : []) {
@@ -25,20 +25,20 @@ function marked(text, golden) {
 }
 
 function passageItem(passage, golden) {
-  const title = marked(textOf(passage?.title) || "(no title)", golden);
-  const text = marked(textOf(passage?.text), golden);
+  const title = markAnswers(textOf(passage?.title) || "(no title)", golden);
+  const text = markAnswers(textOf(passage?.text), golden);
   const hasAnswer = title.querySelector("mark") || text.querySelector("mark");
-  const note = hasAnswer ? changed("more", "names an answer") : null;
+  const note = hasAnswer ? changed("more", "contains an answer") : null;
   return el("li", {}, el("p", { class: "passage-title" }, title, note), el("p", {}, text));
 }
 
 function queryItem(entry, place, open, golden) {
   const passages = listOf(entry?.passages);
   const items = passages.map((passage) => passageItem(passage, golden));
-  const found = items.filter((item) => item.querySelector("mark")).length;
+  const numWithAnswer = items.filter((item) => item.querySelector("mark")).length;
   const summary = [
     foreign(textOf(entry?.query) || "(empty query)"),
-    el("span", { class: "quiet" }, ` ${amount(passages.length, "passage")}, ${found} with an answer`),
+    el("span", { class: "quiet" }, ` ${amount(passages.length, "passage")}, ${numWithAnswer} with an answer`),
   ];
   const content = items.length > 0 ? el("ol", { class: "passages" }, items) : el("p", { class: "quiet" }, "Nothing found.");
   return el("li", {}, folding(`searchqa ${place}`, open, summary, content));
@@ -49,12 +49,12 @@ function answerRow(term, value) {
 }
 
 function answerList(state, answers) {
-  const given = textOf(state.given);
-  const golden = answers.map((answer, at) => [at > 0 ? " or " : "", foreign(answer)]);
+  const answer = textOf(state.given);
+  const golden = answers.map((text, i) => [i > 0 ? " or " : "", foreign(text)]);
   return el(
     "dl",
     { class: "tree" },
-    answerRow("given", given ? foreign(given) : el("span", { class: "quiet" }, "none yet")),
+    answerRow("given", answer ? foreign(answer) : el("span", { class: "quiet" }, "none yet")),
     answers.length > 0 ? answerRow("golden", golden) : null,
   );
 }
@@ -62,9 +62,9 @@ function answerList(state, answers) {
 export function drawSearchQA(state) {
   const question = required(state, "question");
   const answers = listOf(state.answers).map((answer) => textOf(answer).trim()).filter(Boolean);
-  const golden = finder(answers);
+  const golden = answerPattern(answers);
   const queries = listOf(state.queries);
-  // The newest is what the turn brought; older ones wait folded.
+  // The newest query is open; older ones are folded.
   const items = queries.map((entry, at) => queryItem(entry, at, at === queries.length - 1, golden));
   return [
     el("p", { class: "mission long" }, foreign(question)),

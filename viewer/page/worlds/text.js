@@ -1,9 +1,9 @@
-// Any state as an indented tree of its names and values, for a world without a picture of its own.
+// Any state as an indented tree of names and values, for environments without a drawing.
 
 import { el, foreign } from "../dom.js";
 
-const MAX_DEPTH = 12; // a file may nest deeper than a page, or the call stack, can take
-const MAX_CHARS = 4000; // of one text: an image in base64 would fill the page
+const MAX_DEPTH = 12; // deeper files would not fit the page, or overflow the call stack
+const MAX_CHARS = 4000; // of one text; an image in base64 would fill the page
 
 function shortened(text) {
   if (text.length <= MAX_CHARS) return text;

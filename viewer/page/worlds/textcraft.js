@@ -1,51 +1,51 @@
-// TextCraft: what is held and what the turn changed, the plan that the oracle has from here, and the commands.
+// TextCraft: the inventory and how the turn changed it, the oracle's plan from this state, and the commands.
 
 import { el, foreign } from "../dom.js";
 import { count, signed } from "../format.js";
 import { amount, changed, entriesOf, folding, listOf, required, section, textOf, verdict } from "./parts.js";
 
-/** "craft 3 white carpet using 2 white wool" as {item, inputs}; null if it is no craft command. */
+/** "craft 3 white carpet using 2 white wool" as {item, inputs}; null if it is not a craft command. */
 function craftOf(command) {
   const match = /^craft \d+ (.+) using (.+)$/.exec(command);
   if (!match) return null;
   return { item: match[1], inputs: match[2].split(", ").map((input) => input.replace(/^\d+ /, "")) };
 }
 
-/** The item that an action of the plan brings. */
+/** The item that an action of the plan produces. */
 function itemOf(action) {
   return craftOf(action)?.item ?? action.replace(/^get \d+ /, "");
 }
 
 function amounts(inventory) {
-  return new Map(entriesOf(inventory).filter(([, held]) => Number.isFinite(held)));
+  return new Map(entriesOf(inventory).filter(([, quantity]) => Number.isFinite(quantity)));
 }
 
-function chip(item, held, difference, goal) {
+function chip(item, quantity, difference, goal) {
   const sign = difference === 0 ? null : changed(difference > 0 ? "more" : "less", signed(difference));
   const isGoal = item === goal ? el("span", { class: "quiet" }, "the goal") : null;
-  return el("li", { class: held === 0 ? "gone" : null }, el("b", {}, held), " ", foreign(item), sign, isGoal);
+  return el("li", { class: quantity === 0 ? "gone" : null }, el("b", {}, quantity), " ", foreign(item), sign, isGoal);
 }
 
-/** All that is held, then what was used up; differences only where the state before is known. */
+/** All items in the inventory, then the items that were used up. Changes are shown if the previous state is known. */
 function inventory(state, previous) {
-  const now = amounts(state.inventory);
-  const before = previous?.inventory ? amounts(previous.inventory) : now;
-  const usedUp = [...before.keys()].filter((item) => !now.has(item));
-  const chips = [...now.keys(), ...usedUp].map((item) => {
-    const held = now.get(item) ?? 0;
-    return chip(item, held, held - (before.get(item) ?? 0), state.goal);
+  const current = amounts(state.inventory);
+  const before = previous?.inventory ? amounts(previous.inventory) : current;
+  const usedUp = [...before.keys()].filter((item) => !current.has(item));
+  const chips = [...current.keys(), ...usedUp].map((item) => {
+    const quantity = current.get(item) ?? 0;
+    return chip(item, quantity, quantity - (before.get(item) ?? 0), state.goal);
   });
-  return chips.length > 0 ? el("ul", { class: "chips" }, chips) : el("p", { class: "quiet" }, "Nothing is held.");
+  return chips.length > 0 ? el("ul", { class: "chips" }, chips) : el("p", { class: "quiet" }, "Empty.");
 }
 
-/** For each action of the plan the place of the later one that uses what it brings; the last serves the goal. */
+/** For each action of the plan, the index of the later action that uses its item; -1 for the last one. */
 function consumers(plan) {
   return plan.map((action, place) =>
     plan.findIndex((later, at) => at > place && craftOf(later)?.inputs.includes(itemOf(action))),
   );
 }
 
-/** In the order of doing; the further an action is from the goal, the deeper it is indented. */
+/** The actions in order; the further an action is from the goal, the more it is indented. */
 function planList(plan) {
   const consumer = consumers(plan);
   const depth = [];
@@ -65,16 +65,16 @@ function commandList(commands) {
   return el("ul", { class: "world-lines" }, commands.map((command) => el("li", {}, foreign(command))));
 }
 
-/** First the commands that make something of the plan; the rest is there to distract. */
+/** First the commands that the plan uses, then the distractors. */
 function commandParts(commands, plan) {
-  const wanted = new Set(plan.map(itemOf));
-  const useful = commands.filter((command) => wanted.has(craftOf(command)?.item));
-  const others = commands.filter((command) => !useful.includes(command));
-  const title = useful.length === 0 ? count(others.length, "command") : count(others.length, "other");
+  const planItems = new Set(plan.map(itemOf));
+  const useful = commands.filter((command) => planItems.has(craftOf(command)?.item));
+  const distractors = commands.filter((command) => !useful.includes(command));
+  const title = useful.length === 0 ? count(distractors.length, "command") : count(distractors.length, "other");
   return [
-    useful.length > 0 ? el("p", { class: "quiet" }, "These make something of the plan:") : null,
+    useful.length > 0 ? el("p", { class: "quiet" }, "These make items of the plan:") : null,
     useful.length > 0 ? commandList(useful) : null,
-    others.length > 0 ? folding("textcraft commands", false, title, commandList(others)) : null,
+    distractors.length > 0 ? folding("textcraft commands", false, title, commandList(distractors)) : null,
   ];
 }
 
@@ -86,7 +86,7 @@ export function drawTextCraft(state, previous) {
     el("p", { class: "mission" }, "Craft ", foreign(goal)),
     verdict(state, amount(state.num_turns, "turn"), textOf(state.subtask)),
     section("Inventory", inventory(state, previous)),
-    section("Plan: what is left to do", plan.length > 0 ? planList(plan) : null),
+    section("Plan: remaining actions", plan.length > 0 ? planList(plan) : null),
     section("Commands", commandParts(commands, plan)),
   ];
 }

@@ -1,4 +1,4 @@
-// "What goes wrong" in one file: where failures end, what is done again and again, why trajectories stop.
+// "What goes wrong?": the failures of one file by last observation, repeated actions and stop reason.
 
 import { el, foreign } from "./dom.js";
 import { count, number, percent, words } from "./format.js";
@@ -32,21 +32,21 @@ function entryList(title, entries, describe) {
   return [el("h3", {}, title), el("ol", { class: "wrong" }, items)];
 }
 
-/** `wrong`: the answer to `wrong/<source>/<file>`. Text and links alone: it is patched while a run is live. */
-export function wrongSection(source, file, wrong) {
+/** `answer`: the answer to `wrong/<source>/<file>`. It has only text and links, because `patch` updates it. */
+export function failureSection(source, file, answer) {
   const links = ({ lines }) => lineLinks(source, file, lines);
-  const failed = listHref(source.id, file.name, { outcome: "failed" });
-  const share = wrong.episodes ? ` (${percent(wrong.failures / wrong.episodes)})` : "";
-  const all = count(wrong.episodes, "trajectory", "trajectories");
-  const summary = [el("a", { href: failed }, count(wrong.failures, "failure")), ` in ${all}${share}`];
+  const failuresHref = listHref(source.id, file.name, { outcome: "failed" });
+  const share = answer.episodes ? ` (${percent(answer.failures / answer.episodes)})` : "";
+  const total = count(answer.episodes, "trajectory", "trajectories");
+  const summary = [el("a", { href: failuresHref }, count(answer.failures, "failure")), ` in ${total}${share}`];
   return el(
     "section",
-    { class: "goes-wrong", "aria-label": "What goes wrong" },
-    el("h2", {}, "What goes wrong"),
+    { class: "goes-wrong", "aria-label": "What goes wrong?" },
+    el("h2", {}, "What goes wrong?"),
     el("p", {}, `${fileTitle(file)}: `, summary),
-    entryList("Failures end with", wrong.observations, (entry) => [foreign(entry.text, "p"), links(entry)]),
-    entryList("Repeated actions", wrong.repeated, (entry) => [foreign(entry.text, "p"), links(entry)]),
-    entryList("Why they stop", wrong.stops, ({ text }) =>
+    entryList("Last observation", answer.observations, (entry) => [foreign(entry.text, "p"), links(entry)]),
+    entryList("Repeated actions", answer.repeated, (entry) => [foreign(entry.text, "p"), links(entry)]),
+    entryList("Stop reason", answer.stops, ({ text }) =>
       el("a", { href: listHref(source.id, file.name, { stop_reason: text }) }, words(text)),
     ),
   );
