@@ -69,7 +69,7 @@ def play(chat: ChatTemplate, task: Task, group_id: int, sample: int) -> RolloutH
     return handler
 
 
-def played_batch(tokenizer: Any, num_tasks: int) -> Batch:
+def oracle_batch(tokenizer: Any, num_tasks: int) -> Batch:
     """8 episodes for each of the first `num_tasks` TextCraft goals of depth 1."""
     chat = ChatTemplate(tokenizer)
     tasks = load_tasks("textcraft", "train", subtasks=("depth 1",))[:num_tasks]
@@ -114,7 +114,7 @@ def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective)
 def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
     """Run the two loops alternately on one batch."""
     path = resolve_model(model)
-    batch = played_batch(load_tokenizer(path), num_tasks)
+    batch = oracle_batch(load_tokenizer(path), num_tasks)
     batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
     learner = make_learner(path)
     plain = load_policy(path).train().to(learner.accelerator.device)

@@ -1,7 +1,7 @@
-"""Does `make train` learn, in each environment? The default runs, measured.
+"""Does `make train` learn? Runs the default training of an environment and evaluates it.
 
-Runs the default training of an environment on its short tasks (envs/*/ids), and evaluates held-out
-tasks before the first step and after the last. It does the same for sft.py, dpo.py, agentevol.py.
+The run trains on the environment's short tasks (envs/*/ids) and is evaluated on held-out tasks
+before the first step and after the last. With --method it is a run of another program.
 
     python recipes/worlds.py --env babyai --seed 0
     python recipes/worlds.py --env textcraft --seed 0 --method dpo
