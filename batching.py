@@ -201,11 +201,7 @@ def _cut_groups(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list
 
 
 def _fill(tails: dict[int, int], limit: int) -> list[list[int]]:
-    """Join rows in their order as long as their tokens after the opening add up to `limit` at most.
-
-    Args:
-        tails: row -> number of its tokens after the opening.
-    """
+    """Join rows in their order while their tails (row -> tokens after the opening) fit `limit`."""
     cuts: list[list[int]] = []
     length = 0
     for row, tokens in tails.items():

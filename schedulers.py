@@ -103,7 +103,7 @@ class FixedRoundsScheduler(RoundsScheduler):
 
     def __init__(self, rounds: int) -> None:
         super().__init__()
-        self.rounds = _checked_rounds([rounds])[0]
+        self.rounds = _check_rounds([rounds])[0]
 
     def rounds_at(self, step: int) -> int:
         _check_step(step)
@@ -111,7 +111,7 @@ class FixedRoundsScheduler(RoundsScheduler):
 
 
 class StepRoundsScheduler(RoundsScheduler):
-    """ScalingInter-RL: each entry of `rounds` lasts `steps_scaling_inter` steps, the last for ever.
+    """ScalingInter-RL: each entry of `rounds` lasts `steps_scaling_inter` steps; the last stays.
 
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
@@ -135,7 +135,7 @@ class StepRoundsScheduler(RoundsScheduler):
                 "the number of training steps with the same horizon"
             )
         self.steps_scaling_inter = steps_scaling_inter  # Δ
-        self.rounds = _checked_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ
+        self.rounds = _check_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ
 
     def rounds_at(self, step: int) -> int:
         _check_step(step)
@@ -155,22 +155,22 @@ def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -
         return StepRoundsScheduler(steps_scaling_inter, rounds)
     if len(rounds) > 1:
         raise ValueError(
-            f"--rounds {_spaced(rounds)} with --rounds-scheduler fixed: give one number, "
+            f"--rounds {_join(rounds)} with --rounds-scheduler fixed: give one number, "
             "or choose scaling_inter_stepwise"
         )
-    return FixedRoundsScheduler(_checked_rounds(rounds)[0])
+    return FixedRoundsScheduler(_check_rounds(rounds)[0])
 
 
-def _checked_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
+def _check_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
     if len(rounds) == 0:
         raise ValueError("--rounds is empty; give at least one number of turns")
     if not all(r >= 1 for r in rounds):
         raise ValueError(
-            f"--rounds {_spaced(rounds)} must be integers >= 1: an episode needs at least one turn"
+            f"--rounds {_join(rounds)} must be integers >= 1: an episode needs at least one turn"
         )
     if any(later < earlier for earlier, later in pairwise(rounds)):
         raise ValueError(
-            f"--rounds {_spaced(rounds)} must not decrease; ScalingInter-RL only widens the horizon"
+            f"--rounds {_join(rounds)} must not decrease; ScalingInter-RL only widens the horizon"
         )
     return tuple(rounds)
 
@@ -180,5 +180,5 @@ def _check_step(step: int) -> None:
         raise ValueError(f"rounds_at({step!r}): training steps are integers counted from 1")
 
 
-def _spaced(values: Sequence[object]) -> str:
+def _join(values: Sequence[object]) -> str:
     return " ".join(str(value) for value in values)

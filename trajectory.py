@@ -47,9 +47,8 @@ DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantag
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """True if all returns of a group are the same up to float32 rounding, as in advantages.py.
-
-    Two samples may add up the same rewards in a different order, which changes the last digits.
+    """True if all returns of a group are equal up to float32 rounding, as in advantages.py. The
+    order in which rewards are added changes the last digits.
 
     >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.31])
     (True, False)
@@ -160,10 +159,8 @@ class RolloutHandler(Trajectory):
         self._append(chat.opening(prompt, observation))
 
     def add_observation(self, chat: ChatTemplate, text: str, max_tokens: int | None = None) -> bool:
-        """Append an observation; its tokens get loss_mask 0.
-
-        Returns False and appends nothing if the sequence would exceed `max_tokens`.
-        """
+        """Append an observation; its tokens get loss_mask 0. Returns False and appends nothing if
+        the sequence would exceed `max_tokens`."""
         ids = chat.observation(text)
         if max_tokens is not None and len(self.input_ids) + len(ids) > max_tokens:
             return False

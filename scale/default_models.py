@@ -80,8 +80,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """False if weight files are missing. After an interrupted download the index names more files
-    than there are."""
+    """False if weight files are missing, for example after an interrupted download."""
     for index in folder.glob("*.index.json"):
         names = set((_read(index) or {}).get("weight_map", {}).values())
         if names and all((folder / name).exists() for name in names):

@@ -13,7 +13,7 @@ advantages, order of mini-batches and denominator N. The gradient g is that of a
     g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so we multiply ℓ by W
 
 Gathering a layer's weights is a *collective*: all ranks must call it, and equally often
-(`rank_passes`). If one rank fails, the others must get to know before they wait for it
+(`rank_passes`). If one rank fails, the others must learn this before they wait for it
 (`run_on_every_rank`).
 
 Run: torchrun --nproc-per-node 8 train.py --env textcraft. Read next: `update.py`.
@@ -164,7 +164,7 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Distribute items over ranks; all get about the same total cost and number (+- one).
+    """Distribute items over ranks: equal numbers (± 1) with about equal total costs.
 
     Items are sorted by cost and dealt out back and forth, so each rank gets cheap and costly ones.
     The result holds indices into `costs`:

@@ -137,10 +137,8 @@ def save_adapter(
 
 
 def load_adapter(lm: Any, folder: Path) -> None:
-    """Add the adapters that `save_adapter` wrote to their base model, in place.
-
-    Raises:
-        ValueError: the adapters belong to another architecture.
+    """Add the adapters that `save_adapter` wrote to their base model, in place. ValueError if they
+    belong to another architecture.
     """
     from safetensors.torch import load_file
 

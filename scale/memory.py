@@ -6,7 +6,7 @@ size, L layers, V vocabulary:
 
     state        full: (4 weights + 4 gradients + 8 moments + 4 reference) P / W
                  LoRA: (4 P + 16 P_r) / W; the reference is the policy without its adapters
-    activations  tensors that each layer keeps for its backward pass: `keep_for_backward`, KEPT
+    activations  tensors that each layer keeps for its backward pass: `keep_for_backward`, LAYER_FACTORS
     head         24 bytes per logit of one slice (models.HEAD_BYTES)
     copies       W = 1: autocast's bfloat16 weights; W > 1: gathered weights and their gradients
     sampler      2 P + keys and values, 4 L D A_kv per token
@@ -39,22 +39,23 @@ GPU_HEAD_BYTES = 512 << 20  # slice of logits in models.py without an entry in m
 CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES["cpu"]
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
 POLICY_SHARE = 0.3  # share of a trajectory's tokens that the policy sampled
-SEQUENCES = 64  # that vLLM runs at the same time in this process
+SEQUENCES = 64  # maximum number of sequences that vLLM samples at the same time in this process
 MAX_CPU_CACHE = 2 * GIB  # keys and values
 SMALL_CACHE = GIB // 2  # keys and values that a small model can always have
-SAMPLER_SHARE = 0.5  # maximum share of a card; the sampler sleeps during the update
+SAMPLER_SHARE = 0.5  # maximum share of a GPU's memory; the sampler sleeps during the update
 MIN_SAMPLER_SHARE = 0.1
 MARGIN = 1.05  # fragmentation of torch's allocator
-CONTEXT = 0.05  # share of a card for CUDA and its graphs (H200: 81 GB used, 76 by the formulas)
+CONTEXT = 0.05  # share for CUDA and its graphs (an H200 used 81 GB; the other formulas give 76)
 PROGRAMS = 1.5 * GIB  # Python, torch and vLLM in a CPU process
 # A CPU's heap fragments: in fifteen steps the laptop's run peaked at 9.1 GB (formulas: 5.6 GB).
 CPU_MARGIN = 1.6
 # The formulas are approximate: refuse a run only if it needs this many times the memory.
 TOLERANCE = 1.25
 # (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
-# Frozen matrices and norms keep no input, adapters do. FSDP's residual stream is bfloat16.
-KEPT = {(False, False): (26, 8), (False, True): (16, 8)}
-KEPT |= {(True, False): (18, 10), (True, True): (12, 8)}
+# Frozen matrices and norms do not keep their input, but adapters do. FSDP's residual stream is
+# bfloat16.
+LAYER_FACTORS = {(False, False): (26, 8), (False, True): (16, 8)}
+LAYER_FACTORS |= {(True, False): (18, 10), (True, True): (12, 8)}
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def transient_bytes(
     """Peak bytes of an update on top of the state, for a micro-batch of `tokens` tokens."""
     r = 4 if devices == 1 else 2  # bytes per element of the residual stream
     h, i, vocab = shape.hidden, shape.intermediate, shape.vocab
-    times_h, times_ad = KEPT[lora_rank > 0, devices > 1]
+    times_h, times_ad = LAYER_FACTORS[lora_rank > 0, devices > 1]
     layer = times_h * h + times_ad * shape.heads * shape.head_dim + 8 * i
     layer += 2 * lora_rank * len(shape.linears) + 4 * shape.heads + 8  # log-sum-exp, 1/rms
     layer *= tokens
@@ -199,7 +200,7 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
-    """Size in bytes of the smallest card for both trainer (with checkpointing) and sampler."""
+    """Memory in bytes of the smallest GPU for both trainer (with checkpointing) and sampler."""
     update = MARGIN * update_bytes(shape, tokens, devices, lora_rank)
     sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # at least one sequence
     state = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
@@ -259,26 +260,24 @@ class DeviceMemory(NamedTuple):
 
 
 def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
-    """Raise Misuse, with options to lower, if a run clearly does not fit into memory.
-
-    A model whose sizes are unknown is always accepted.
-    """
+    """Raise Misuse, with options to change, if a run clearly does not fit into memory. A model of
+    unknown size is accepted."""
     shape = shape_of(config.model, model_config(config.model) or {})
-    memory = memory or available_memory()
+    memory = memory or device_memory()
     if shape is None or (peak := required_bytes(config, shape, memory)) / TOLERANCE <= memory.total:
         return
-    ways = ["lower --max-tokens-per-micro-batch"]
-    ways += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
-    ways += [] if config.lora_rank else ["--lora-rank 16"]
+    advice = ["lower --max-tokens-per-micro-batch"]
+    advice += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
+    advice += [] if config.lora_rank else ["--lora-rank 16"]
     raise Misuse(
-        f"this run would be out of memory: {config.model} with these options needs about "
-        f"{peak / 1e9:.3g} GB, {'the GPU' if memory.is_gpu else 'this machine'} has "
-        f"{memory.total / 1e9:.3g} GB; try {', '.join(ways)} or a smaller --model"
+        f"this run would run out of memory: {config.model} with these options needs about "
+        f"{peak / 1e9:.3g} GB, but {'the GPU' if memory.is_gpu else 'this machine'} has "
+        f"{memory.total / 1e9:.3g} GB; try {', '.join(advice)} or a smaller --model"
     )
 
 
 def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
-    """`state_bytes` of a run, with its critic if it has one, without a reference if not needed."""
+    """`state_bytes` of a run, which also counts a critic and may need no reference policy."""
     devices = int(os.environ.get("WORLD_SIZE", 1))
     parts = state_bytes(shape, devices, config.lora_rank)
     if getattr(config, "needs_critic", False):
@@ -291,9 +290,9 @@ def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
 def required_bytes(config: RunConfig, shape: Shape, memory: DeviceMemory) -> float:
     """Peak bytes of a run, per GPU or on the machine."""
     c, state = config, sum(state_of(config, shape).values())
-    in_step = c.trajectories_per_step * c.max_trajectory_tokens
+    step_tokens = c.trajectories_per_step * c.max_trajectory_tokens
     row = c.max_trajectory_tokens * (2 if c.method == "dpo" else 1)  # a pair is not split
-    tokens = min(max(c.max_tokens_per_micro_batch, row), in_step)
+    tokens = min(max(c.max_tokens_per_micro_batch, row), step_tokens)
     keep: Keep = "inputs" if c.gradient_checkpointing else "all" if memory.is_gpu else "products"
     head = GPU_HEAD_BYTES if memory.is_gpu else CPU_HEAD_BYTES
     devices = int(os.environ.get("WORLD_SIZE", 1))
@@ -318,7 +317,7 @@ def sampler_share(config: RunConfig, memory: DeviceMemory | None = None) -> floa
     trainer scores samples after a sync (`sync.compare`), it also holds bfloat16 copies of weights.
     """
     shape = shape_of(config.model, model_config(config.model) or {})
-    memory = memory or available_memory()
+    memory = memory or device_memory()
     if shape is None or not memory.is_gpu:
         return SAMPLER_SHARE
     parts = state_of(config, shape)
@@ -330,7 +329,7 @@ def sampler_share(config: RunConfig, memory: DeviceMemory | None = None) -> floa
     return max(min(SAMPLER_SHARE, 1 - trainer / memory.total - CONTEXT), MIN_SAMPLER_SHARE)
 
 
-def available_memory() -> DeviceMemory:
+def device_memory() -> DeviceMemory:
     """The memory of this process's GPU if torch can use one, or of the machine or container."""
     if torch.cuda.is_available():
         _, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))
