@@ -128,7 +128,7 @@ class Worker:
         self.precision = distributed.run_on_rank_0(
             "timing the processor", lambda: precision.choose(c.precision, c.deterministic)
         )
-        distributed.say(f"precision: {self.precision.format} ({self.precision.why})")
+        distributed.say(f"precision: {self.precision.format} ({self.precision.reason})")
         self.accelerator = distributed.make_accelerator(self.precision.autocast)
         self.device = self.accelerator.device
 

@@ -6,7 +6,7 @@ size, L layers, V vocabulary:
 
     state        full: (4 weights + 4 gradients + 8 moments + 4 reference) P / W
                  LoRA: (4 P + 16 P_r) / W; the reference is the policy without its adapters
-    activations  tensors that each layer keeps for its backward pass: `keep_for_backward`, LAYER_FACTORS
+    activations  tensors that each layer keeps for its backward pass: `keep_for_backward`
     head         24 bytes per logit of one slice (models.HEAD_BYTES)
     copies       W = 1: autocast's bfloat16 weights; W > 1: gathered weights and their gradients
     sampler      2 P + keys and values, 4 L D A_kv per token

@@ -36,7 +36,7 @@ class Precision(NamedTuple):
     """A format and the reason for choosing it."""
 
     format: Format
-    why: str
+    reason: str
 
     @property
     def dtype(self) -> str:

@@ -9,7 +9,7 @@ hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture
-def own_cache(tmp_path, monkeypatch):
+def empty_cache(tmp_path, monkeypatch):
     """An empty cache folder for one test."""
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
 

@@ -99,7 +99,7 @@ class ScriptedEngine:
     ) -> None:
         self.max_open = max_open
         self.answer, self.is_ready, self.on_poll = answer, is_ready, on_poll
-        self.asked: list[tuple[str, list[int], SamplingSettings]] = []
+        self.requests: list[tuple[str, list[int], SamplingSettings]] = []
         self.aborted = False
         self._running: dict[str, Generation] = {}
 
@@ -110,7 +110,7 @@ class ScriptedEngine:
     def submit(self, request_id: str, prompt_ids: list[int], sampling: SamplingSettings) -> None:
         assert request_id not in self._running, f"{request_id} submitted twice"
         prompt_ids = list(prompt_ids)
-        self.asked.append((request_id, prompt_ids, sampling))
+        self.requests.append((request_id, prompt_ids, sampling))
         ids = []
         for token in self.answer(request_id, prompt_ids)[: sampling.max_tokens]:
             ids.append(token)

@@ -35,7 +35,7 @@ def chat():
 
 
 @pytest.fixture(autouse=True)
-def own_cache(request, monkeypatch, tmp_path):
+def empty_cache(request, monkeypatch, tmp_path):
     if "chat" not in request.fixturenames:
         monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
 

@@ -27,7 +27,7 @@ def test_auto_chooses_the_faster_format_and_measures_once(cache, monkeypatch, fa
     for _ in range(2):
         choice = precision.choose("auto")
         assert choice.format == faster
-        assert f"1.6 times as fast as {slower}" in choice.why
+        assert f"1.6 times as fast as {slower}" in choice.reason
     assert len(calls) == 1
 
 

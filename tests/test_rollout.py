@@ -122,7 +122,7 @@ def test_every_prompt_is_a_prefix_of_the_next_and_of_the_trajectory():
     pool = FakePool(lambda task_index, turn, text: observe(f"{text}? no"))
     engine = ScriptedEngine(lambda request_id, prompt_ids: [*letters, chat.end_of_turn])
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
-    prompts = [prompt for _, prompt, _ in engine.asked]
+    prompts = [prompt for _, prompt, _ in engine.requests]
     assert len(prompts) == 3
     for prompt, longer in zip(prompts, [*prompts[1:], handler.input_ids]):
         assert longer[: len(prompt)] == prompt
@@ -175,7 +175,7 @@ def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
     assert all(end <= budget for _, end in (turn.action_span for turn in handler.turns))
     assert handler.stop_reason in ("length", "failure")
     if budget < 16:  # trap 4: an empty trajectory is dropped and counted, never averaged
-        assert handler.turns == [] and not handler.is_valid and engine.asked == []
+        assert handler.turns == [] and not handler.is_valid and engine.requests == []
     assert not pool.open
 
 
@@ -192,7 +192,7 @@ def test_an_observation_is_appended_if_a_token_and_its_end_fit_behind_it(chat, b
     engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
     settings = settings_of(max_trajectory_tokens=budget)
     (handler,) = collect(engine, pool, chat, requests_of(1), settings)
-    assert [(len(ids), s.max_tokens) for _, ids, s in engine.asked] == asked
+    assert [(len(ids), s.max_tokens) for _, ids, s in engine.requests] == asked
     assert handler.stop_reason == "length" and handler.total_return == 0.5
     assert len(handler.input_ids) == (budget if len(asked) > 1 else 18)
 
@@ -283,7 +283,7 @@ def test_an_episode_that_fails_in_mid_step_starts_over_once_from_reset(chat):
     assert handler.stop_reason == "success" and handler.error is None and handler.is_valid
     assert len(handler.turns) == 1 and handler.loss_mask.count(1) == 3
     assert pool.num_opened == 2 and not pool.open
-    assert [ids for _, ids, _ in engine.asked] == [handler.input_ids[:15]] * 2
+    assert [ids for _, ids, _ in engine.requests] == [handler.input_ids[:15]] * 2
 
 
 def test_an_episode_that_fails_twice_is_an_env_error_and_out_of_the_loss(chat):

@@ -8,7 +8,7 @@ from envs.searchqa.text import Passage
 GOOD = '{"id": "0", "contents": "\\"Kenya - Economy\\"\\nExports: tea, cut flowers"}'
 
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def write(folder, content):

@@ -39,7 +39,7 @@ from envs.searchqa.retrieval import (
 from envs.searchqa.text import Passage, contents
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 class Listed(list):

@@ -68,7 +68,7 @@ def warm(tasks, settings=SETTINGS, model="tiny", accelerator=None):
     return warmstart.warm_start(model, "textcraft", demonstrate, settings, accelerator)
 
 
-def test_a_warm_start_is_trained_once_per_model_data_and_settings(own_cache, monkeypatch):
+def test_a_warm_start_is_trained_once_per_model_data_and_settings(empty_cache, monkeypatch):
     trained = []
 
     def train_and_save(folder, model, records, settings, accelerator):
@@ -88,7 +88,7 @@ def test_a_warm_start_is_trained_once_per_model_data_and_settings(own_cache, mon
 
 
 def test_shipped_adapters_are_used_only_for_the_same_model_data_and_settings(
-    own_cache, monkeypatch, tmp_path, capsys
+    empty_cache, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(warmstart, "STARTS", tmp_path / "starts")
     settings = replace(SETTINGS, num_demonstrations=4, epochs=8, lora_rank=2, learning_rate=2e-2)
@@ -118,7 +118,7 @@ def test_shipped_adapters_are_used_only_for_the_same_model_data_and_settings(
     assert any((trained[name] - base[name]).abs().max() > 1e-3 for name in trained)
 
 
-def test_the_default_run_finds_its_shipped_warm_start(own_cache, monkeypatch):
+def test_the_default_run_finds_its_shipped_warm_start(empty_cache, monkeypatch):
     """Its key contains the demonstrations, so new texts of the environment make it stale."""
     builders = []
     monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
