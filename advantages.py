@@ -127,7 +127,7 @@ def gae(
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
-    returns = advantages + values  # (B, T)  0 where masked: both terms are
+    returns = advantages + values  # (B, T)  0 on masked tokens
     if whiten:
         advantages = _whiten(advantages, mask)
     return advantages.float(), returns.float()

@@ -194,7 +194,7 @@ class FakePool:
         self.open: set[FakeClient] = set()
         self.num_opened = 0
 
-    def of(self, world: str) -> "FakePool":
+    def of(self, env: str) -> "FakePool":
         return self
 
     def client(self, avoid=()) -> FakeClient:
