@@ -242,11 +242,9 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
-    """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206).
-
-    Otherwise an environment with a wide range of returns would dominate the others. Whitening also
-    shifts the mean, as in the paper: if long trajectories fail, some advantages that the group
-    baseline made negative become positive.
+    """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206), so one with a
+    wide range of returns does not dominate the others. This also shifts the mean, as in the paper:
+    if long trajectories fail, some advantages below the group baseline become positive.
 
     Args:
         envs: B names, the environment of each row.

@@ -79,8 +79,7 @@ class PolicyModel(nn.Module):
             position_ids, parts, source: of a packed row, see `scale/prefix.py`. Without them,
                 positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
-            log_probs (B, T) float32 and entropy (B, T) float32 in nats, both 0 where loss_mask is
-            0.
+            log_probs and entropy in nats, (B, T) float32 each, 0 where loss_mask is 0.
         """
         packed = {} if parts is None else {"position_ids": position_ids, "parts": parts}
         if packed and self.lm.config._attn_implementation != TREE:
@@ -118,9 +117,8 @@ class PolicyModel(nn.Module):
 
 
 def final_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Transform the output head's logits as some model families do: Granite divides them, Cohere
-    multiplies them, Gemma applies a soft cap. `check_scores` rejects models that do anything else.
-    """
+    """Transform the head's logits like some model families: Granite divides them, Cohere multiplies
+    them, Gemma applies a soft cap. `check_scores` rejects a model that does anything else."""
     if scale := getattr(config, "logits_scaling", None):
         logits = logits / scale
     if scale := getattr(config, "logit_scale", None):
@@ -150,8 +148,7 @@ def tree_attention(
     Args:
         query: (1, A, L, D), A heads of D dimensions; key and value: (1, A_kv, L, D), where A is a
             multiple of A_kv.
-        attention_mask: must be None; the trainer pads on the right, where a causal model never
-            looks.
+        attention_mask: must be None; padding is on the right, where a causal model never looks.
         parts: (p, n_1, ..., n_B) of a packed row; None: ordinary rows (B, A, T, D).
     Returns:
         (1, L, A, D), and None instead of attention weights.

@@ -47,8 +47,8 @@ DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantag
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """True if all returns of a group are equal up to float32 rounding, as in advantages.py. The
-    order in which rewards are added changes the last digits.
+    """True if a group's returns are equal up to float32 rounding, which depends on the order in
+    which rewards are added; see also `advantages._group_is_constant`.
 
     >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.31])
     (True, False)

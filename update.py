@@ -5,8 +5,7 @@
     ρ = π_θ(token) / π_old(token)        π_old: the policy at the start of the step
     w = min( π_old / μ, cap )            μ: the policy as computed by the sampler
     N = policy tokens in the mini-batch, over all processes
-    s = policy tokens in the batch / policy tokens in the step; groups without signal are only in
-        the step
+    s = policy tokens in the batch / in the step; the batch leaves out groups without signal
 
 With `--loss-agg seq-mean`, all three terms are means over trajectories: `batching.seq_mean_weights`
 weights each token, and s counts trajectories. KL and entropy are still logged as token means.

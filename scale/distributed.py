@@ -15,7 +15,6 @@ advantages, order of mini-batches and denominator N. The gradient g is that of a
 Gathering a layer's weights is a *collective*: all ranks must call it, and equally often
 (`rank_passes`). If one rank fails, the others must learn this before they wait for it
 (`run_on_every_rank`).
-
 Run: torchrun --nproc-per-node 8 train.py --env textcraft. Read next: `update.py`.
 Lesson: tutorials/06_from_one_process_to_many.md.
 """

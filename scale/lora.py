@@ -11,9 +11,8 @@ weights, gradient, two moments, reference). LoRA needs 4 P + 16 P_r, because the
 adapters is the reference (`adapters_off`). Samplers and checkpoints hold ordinary models, in which
 W' replaces W (`merged_weights`). The output head has no adapter: it is often tied to the embedding,
 and merging would untie them. According to "LoRA Without Regret" (Schulman et al., 2025), rank 1
-learns as well as full training with policy gradients, at about 10 times the learning rate.
-
-Run: `python train.py --lora-rank 16`. Read next: `engines.py`.
+learns as well as full training with policy gradients, at about 10 times the learning rate. Run:
+`python train.py --lora-rank 16`. Read next: `engines.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from scale.distributed import full_tensor
 
 ALPHA_PER_RANK = 2  # α/r
 # peft changes the model in place: in the state dict q_proj.weight becomes q_proj.base_layer.weight,
-# and q_proj.lora_A.default.weight and q_proj.lora_B.default.weight are new.
+# followed by q_proj.lora_A.default.weight and q_proj.lora_B.default.weight.
 ADAPTER = "default"
 FILE = "adapter_model.safetensors"
 

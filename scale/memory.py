@@ -11,9 +11,8 @@ size, L layers, V vocabulary:
     copies       W = 1: autocast's bfloat16 weights; W > 1: gathered weights and their gradients
     sampler      2 P + keys and values, 4 L D A_kv per token
 
-`tests/measure_memory.py` compares the formulas with the tensors of real updates, and
-`recipes/memory.py` makes a table from them. Read next: `run/clock.py`, which measures the peak
-memory of a run.
+`tests/measure_memory.py` compares the formulas with real updates, and `recipes/memory.py` makes a
+table from them. Read next: `run/clock.py`, which measures the peak memory of a run.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ CPU_MARGIN = 1.6
 # The formulas are approximate: refuse a run only if it needs this many times the memory.
 TOLERANCE = 1.25
 # (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
-# Frozen matrices and norms do not keep their input, but adapters do. FSDP's residual stream is
-# bfloat16.
+# Frozen matrices and norms keep no input, but adapters do. FSDP's residual stream is bfloat16.
 LAYER_FACTORS = {(False, False): (26, 8), (False, True): (16, 8)}
 LAYER_FACTORS |= {(True, False): (18, 10), (True, True): (12, 8)}
 

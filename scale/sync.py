@@ -69,10 +69,9 @@ def compare(
     device: Any,
     seed: int = 0,
 ) -> list[float]:
-    """The difference d for every rank's sampler. Collective.
+    """Sample a few tokens after each opening and score them with the trainer: d of every rank.
 
-    Samples a few tokens after each opening and scores them with the trainer. `openings` are token
-    ids, the same on every rank.
+    Collective. `openings` are token ids, the same on every rank.
     """
     samples = distributed.run_on_every_rank(
         "probing", lambda: _sample(engine, openings, temperature, seed)
