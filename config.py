@@ -138,7 +138,7 @@ class RunConfig(UpdateOptions):
     engine_url: tuple[str, ...] = ()  # vLLM servers that sample instead, http://host:port
     engine_devices: tuple[str, ...] = ()  # GPUs for vLLM servers that sample instead, e.g. 2 3
     warm_start: str = "auto"
-    """auto: fine-tune smollm2-135m and tiny on demonstrations, once;
+    """auto: fine-tune smollm2-135m and tiny on demonstrations (cached);
     never: start from --model as it is; or a checkpoint folder to start from"""
     # Training
     steps: int = 60  # total training steps, with those before a resume [paper: 300]
@@ -286,7 +286,7 @@ class Config(RunConfig, Objective):
     """leave groups with equal returns out of the update (grpo, rloo): their
     advantages are 0, unless --kl-coef or --normalize-per-env changes them"""
     normalize_per_env: bool = False  # whiten advantages in each environment separately
-    shuffle_rewards: bool = False  # control: shuffle each step's rewards; nothing can be learned
+    shuffle_rewards: bool = False  # control: shuffle each step's rewards, so nothing can be learned
 
     @property
     def name(self) -> str:

@@ -72,7 +72,7 @@ class SftSettings:
     max_tokens: int = 2048  # per micro-batch
     max_trajectory_tokens: int = 2048  # longer demonstrations are left out
     lora_rank: int = 0  # rank of adapters, merged into the checkpoint; 0: all weights
-    share_prefix: bool = True  # compute the prefix of all demonstrations once a step
+    share_prefix: bool = True  # compute the prefix of all demonstrations once per step
     seed: int = 0
 
     def num_steps(self, num_records: int) -> int:
@@ -138,9 +138,7 @@ def train_and_save(
     Args:
         folder: destination; None on ranks that do not write.
     """
-    with (
-        value_errors_as_misuse()
-    ):  # no such model, a template that cannot be cut, data that teaches nothing
+    with value_errors_as_misuse():  # a missing model, an unusable template, useless data
         path = resolve_model(model)
         tokenizer, policy = load_tokenizer(path), load_policy(path, settings.share_prefix)
         if settings.lora_rank:
@@ -160,7 +158,7 @@ def train_and_save(
         save_adapter(policy.lm, target, model, torch.bfloat16)
     if folder is not None:
         about = {"model": model, "settings": asdict(settings), "losses": losses}
-        write_json(folder / ABOUT, about | {"records": hash_of(records)})
+        write_json(folder / ABOUT, about | {"records": record_hash(records)})
     distributed.forget(accelerator, policy)
     distributed.say(f"action loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
 
@@ -258,7 +256,7 @@ def warm_start(
 # ------------------------------------------------------------------ starts shipped with the project
 
 
-def hash_of(records: Sequence[Record]) -> str:
+def record_hash(records: Sequence[Record]) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
@@ -278,5 +276,5 @@ def shipped_adapters(
 ) -> Path | None:
     """Folder of the shipped adapters that training on these records would produce, or None."""
     about = shipped_start_info(model, env)
-    is_same = about.get("records") == hash_of(records) and about["settings"] == asdict(settings)
+    is_same = about.get("records") == record_hash(records) and about["settings"] == asdict(settings)
     return STARTS / f"{model}-{env_name(env)}" if is_same else None
