@@ -1,4 +1,4 @@
-"""sft.py, dpo.py and agentevol.py in the toy environment, in seconds: options, runs, results."""
+"""Short runs of sft.py, dpo.py and agentevol.py in the toy environment: options and results."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import dpo
 import sft
 
 PROGRAMS = {"sft": sft, "dpo": dpo, "agentevol": agentevol}
-OWN = {
+METHOD_OPTIONS = {
     "sft": {"num_demonstrations": 8, "hold_out": 0.2, "mini_batch_size": 4, "learning_rate": 3e-3},
     "dpo": {
         "tasks_per_iteration": 4,
@@ -38,16 +38,16 @@ OWN = {
 
 
 def settings(method, tmp_path, url, **changes):
-    """Options of a run of four steps."""
+    """Options for a run of four steps."""
     tmp_path.mkdir(exist_ok=True)
     values = options(tmp_path, url, steps=4, deterministic=True, max_tokens_per_turn=4)
     for name in ("tasks_per_step", "engine", "group_size"):
         del values[name]
-    return values | OWN[method] | changes
+    return values | METHOD_OPTIONS[method] | changes
 
 
 def run(method, values):
-    """The exit code of the program, in this process."""
+    """Run the program in this process; returns its exit code."""
     with fresh_process_state():
         try:
             return PROGRAMS[method].command_line(flags(**values))
@@ -55,22 +55,22 @@ def run(method, values):
             return stop.code
 
 
-def left_by(run_dir):
-    """What a run wrote, apart from times."""
+def results_of(run_dir):
+    """The files of a run, except those with times."""
     path = Path(run_dir)
-    kept = [p for name in ("pairs", "evolving") for p in sorted((path / name).glob("*"))]
+    data_files = [p for name in ("pairs", "evolving") for p in sorted((path / name).glob("*"))]
     return {
         "metrics": (path / "metrics.jsonl").read_bytes(),
         "evaluations": [p.read_text() for p in sorted((path / "eval").glob("*.json"))],
-        "kept": {p.name: p.read_text() for p in kept},
+        "data": {p.name: p.read_text() for p in data_files},
     }
 
 
-def conversation(n, text="abc", **more):
-    """An episode of the toy environment's task `n`, both of whose actions are `text`."""
+def conversation(n, text="abc", **extra):
+    """An episode of task `n` of the toy environment with two actions, both `text`."""
     turns = [("human", f"craft {n}"), ("gpt", text), ("human", "get 1"), ("gpt", text)]
-    said = [{"from": who, "loss": who == "gpt", "value": value} for who, value in turns]
-    return {"item_id": f"letters_{n}", "conversations": said, **more}
+    turns = [{"from": name, "loss": name == "gpt", "value": value} for name, value in turns]
+    return {"item_id": f"letters_{n}", "conversations": turns, **extra}
 
 
 def write_lines(path, records):

@@ -1,4 +1,4 @@
-"""agentevol.py: which trajectories join the evolving set, how much they count, and whose weights an
+"""agentevol.py: which trajectories join the evolving set, their weights, and the policy that an
 iteration begins with."""
 
 import json
@@ -38,54 +38,54 @@ def test_the_best_of_each_task_join_once_with_their_weights():
         explored(2, 0.0, "af"),
     ]
     once = EvolConfig(keep_per_task=2, min_return=0.1, weighting="return")
-    chosen = select(records, once, "iteration 1")
-    assert [(r["item_id"], r["weight"], r["origin"]) for r in chosen] == [
+    selection = select(records, once, "iteration 1")
+    assert [(r["item_id"], r["weight"], r["origin"]) for r in selection] == [
         ("letters_0", 1.0, "iteration 1"),
         ("letters_0", 0.7, "iteration 1"),
         ("letters_1", 0.6, "iteration 1"),
     ]
-    ones = select(records, replace(once, weighting="one"), "x")
-    assert [r["weight"] for r in ones] == [1.0] * 3
+    equal = select(records, replace(once, weighting="one"), "x")
+    assert [r["weight"] for r in equal] == [1.0] * 3
     control = EvolConfig(ignore_returns=True, keep_per_task=2, weighting="one")
     blind = select(records, control, "x")
     assert [(r["return"], r["weight"]) for r in blind] == [(0.2, 1), (1, 1), (0.6, 1), (0, 1)]
     perfect = select(records, replace(once, min_return=1.0), "x")
-    assert [r["return"] for r in perfect] == [1.0], "at least so much, as in sft.py and dpo.py"
-    assert select(records[-1:], EvolConfig(), "x") == [], "and never what earned nothing"
-    # What the set has already does not join again, and takes no place of what is new.
-    again = select(records, replace(once, keep_per_task=1), "x", chosen[:1])
-    assert [r["return"] for r in again] == [0.7, 0.6]
+    assert [r["return"] for r in perfect] == [1.0], "the minimum is included"
+    assert select(records[-1:], EvolConfig(), "x") == [], "a return of 0 never joins"
+    # A text of the set does not join again and does not count towards keep_per_task.
+    second = select(records, replace(once, keep_per_task=1), "x", selection[:1])
+    assert [r["return"] for r in second] == [0.7, 0.6]
 
 
-def test_what_is_played_alike_counts_as_often():
-    """E[R log π] over all that was played, term by term, with one row for each different text. It
-    may be in the set already, too."""
+def test_equal_trajectories_add_their_returns():
+    """The weighted rows give E[R log π] over all samples, with one row per different text. A text
+    that the set already contains joins again."""
     records = [explored(0, 0.5, "ab"), explored(0, 1.0, "ac"), explored(1, 0.5, "ad")]
     records += [explored(0, 0.5, "ab"), explored(1, 0.0, "ae"), explored(0, 0.5, "ab")]
-    played = EvolConfig(keep_per_task=8, weighting="played")
-    chosen = select(records, played, "x")
-    log_prob = {texts_of(record): -1.0 - at for at, record in enumerate(records)}
+    config = EvolConfig(keep_per_task=8, weighting="played")
+    selection = select(records, config, "x")
+    log_prob = {texts_of(record): -1.0 - i for i, record in enumerate(records)}
     expected = sum(record["return"] * log_prob[texts_of(record)] for record in records)
-    kept = sum(record["weight"] * log_prob[texts_of(record)] for record in chosen)
-    assert len(chosen) == 3 and kept == pytest.approx(expected)
-    assert select(records, played, "x", chosen) == chosen
-    blind = replace(played, ignore_returns=True)  # the control differs in the returns alone
+    weighted = sum(record["weight"] * log_prob[texts_of(record)] for record in selection)
+    assert len(selection) == 3 and weighted == pytest.approx(expected)
+    assert select(records, config, "x", selection) == selection
+    blind = replace(config, ignore_returns=True)  # the control differs only in the returns
     assert sorted(r["weight"] for r in select(records, blind, "x")) == [1.0, 1.0, 1.0, 3.0]
-    # Chance pays the same text differently, and two tasks may read alike.
+    # Equal texts can have different returns, and two tasks can have equal texts.
     records = [explored(0, total, "ab") for total in (1.0, 0.0, 0.25, 0.0)]
-    other = explored(0, 0.1, "ab") | {"item_id": "letters_9"}
-    assert [r["weight"] for r in select([*records, other], played, "x")] == [1.25, 0.1]
+    other_task = explored(0, 0.1, "ab") | {"item_id": "letters_9"}
+    assert [r["weight"] for r in select([*records, other_task], config, "x")] == [1.25, 0.1]
 
 
-def test_demonstrations_with_a_return_count_by_it(tmp_path):
+def test_the_return_of_a_demonstration_is_its_weight(tmp_path):
     records = [conversation(0), explored(1, 0.5, "ab"), explored(2, 0.1, "cd")]
     data = write_lines(tmp_path / "data.jsonl", records)
     config = EvolConfig(model="tiny", data=data, min_return=0.2, eval_every=0)
     assert [(r["item_id"], r["weight"]) for r in agentevol.initial_set(config)] == [
         *(("letters_0", 1.0), ("letters_1", 0.5))
     ]
-    for bad, problem in ((0.1, "no return in --data is above 0"), (100, "100, expected 0 to 1")):
-        write_lines(tmp_path / "data.jsonl", [explored(1, bad, "ab")])
+    for total, problem in ((0.1, "no return in --data is above 0"), (100, "100, expected 0 to 1")):
+        write_lines(tmp_path / "data.jsonl", [explored(1, total, "ab")])
         with pytest.raises(Misuse, match=problem):
             agentevol.initial_set(config)
 
@@ -98,38 +98,38 @@ def sets_of(tmp_path):
 def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(
     tmp_path, url, monkeypatch
 ):
-    forget, forgotten = MethodWorker.free_policy, []
+    forget, models = MethodWorker.free_policy, []
 
-    def watched(worker):
-        forgotten.append(weakref.ref(worker.policy.model))
+    def free_and_check(worker):
+        models.append(weakref.ref(worker.policy.model))
         forget(worker)
-        assert forgotten[-1]() is None, "something still holds the last policy"
+        assert models[-1]() is None, "something still holds the last policy"
 
-    monkeypatch.setattr(MethodWorker, "free_policy", watched)
+    monkeypatch.setattr(MethodWorker, "free_policy", free_and_check)
     values = settings("agentevol", tmp_path, url)
     assert run("agentevol", values) == 0
-    assert len(forgotten) == 1  # the first iteration begins with the start as it is
+    assert len(models) == 1  # the first iteration begins with the initial weights
     rows, sets = read_metrics(values["run_dir"]), sets_of(tmp_path)
-    assert sets[1][: len(sets[0])] == sets[0]  # nothing leaves it
-    for place, records in enumerate(sets):
-        summary = json.loads((tmp_path / f"run/evolving/iteration_00{place + 1}.json").read_text())
+    assert sets[1][: len(sets[0])] == sets[0]  # no trajectory leaves the set
+    for index, records in enumerate(sets):
+        summary = json.loads((tmp_path / f"run/evolving/iteration_00{index + 1}.json").read_text())
         assert summary["origins"] == Counter(r["origin"] for r in records)
-        assert rows[2 * place]["data/evolving"] == len(records)
+        assert rows[2 * index]["data/evolving"] == len(records)
         for record in records:
-            assert to_record(record, "x")  # AgentTraj, and more
+            assert to_record(record, "x")  # AgentTraj with more fields
             if record["origin"] == "demonstration":
                 assert record["weight"] == 1.0
             else:
                 assert record["weight"] == record["return"] > 0.4
                 assert all("ids" in t for t in record["conversations"] if t["from"] == "gpt")
-    # Both iterations begin with the same weights: their first loss is that of a random model.
+    # Both iterations begin with the same random weights.
     assert rows[0]["policy/entropy"] == pytest.approx(rows[2]["policy/entropy"], abs=0.05)
     assert rows[1]["policy/entropy"] < rows[0]["policy/entropy"]
     rates = [row["policy/learning_rate"] for row in rows]
-    assert rates == pytest.approx([3e-3, 1.5e-3] * 2)  # and with a fresh schedule
+    assert rates == pytest.approx([3e-3, 1.5e-3] * 2)  # and with a new schedule
 
 
-def test_an_iteration_may_go_on_from_the_last_and_join_the_demonstrations_alone(tmp_path, url):
+def test_iterations_can_continue_from_the_last_and_join_only_the_demonstrations(tmp_path, url):
     changes = {"learn_from": "last", "merge_with": "demonstrations"}
     values = settings("agentevol", tmp_path, url, **changes)
     assert run("agentevol", values) == 0

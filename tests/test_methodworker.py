@@ -1,5 +1,5 @@
-"""What sft.py, dpo.py and agentevol.py share: each is killed and goes on with the same, reads what
-it learns from once, and refuses in a line."""
+"""run/methodworker.py: sft.py, dpo.py and agentevol.py resume after a kill with the same results,
+read their data once, and report misuse in one line."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from methods_toy import PROGRAMS, conversation, left_by, run, settings, write_lines
+from methods_toy import PROGRAMS, conversation, results_of, run, settings, write_lines
 from toy_env import Shown, fresh_process_state, read_metrics, serve
 
 import dpo
@@ -43,23 +43,24 @@ def runs(tmp_path_factory, url):
 
 
 @pytest.fixture(scope="module")
-def whole(runs):
-    """method -> what an undisturbed run leaves."""
-    return {method: left_by(folder) for method, folder in runs.items()}
+def uninterrupted(runs):
+    """method -> the results of an undisturbed run."""
+    return {method: results_of(folder) for method, folder in runs.items()}
 
 
-def test_every_metric_that_rl_does_not_log_one_of_these_does(whole):
-    lines = [line for left in whole.values() for line in left["metrics"].splitlines()]
+def test_these_methods_log_the_metrics_that_rl_does_not_log(uninterrupted):
+    lines = [line for results in uninterrupted.values() for line in results["metrics"].splitlines()]
     logged = {name for line in lines for name in json.loads(line)}
-    own = {name for name in METRICS if name.startswith("preference/")}
-    assert own | {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"} <= logged
+    expected = {name for name in METRICS if name.startswith("preference/")}
+    expected |= {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"}
+    assert expected <= logged
 
 
-# --- A run that is killed goes on with the same (trap 13) -----------------------------------------
+# --- A killed run resumes with the same results (trap 13) -----------------------------------------
 
 
 class Killed(BaseException):
-    """Ends a run where it stands: nothing is saved for it."""
+    """Ends a run at once, without saving anything."""
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,8 @@ class Killed(BaseException):
         ("sft", update, "optimize", 4),  # in the last update
     ],
 )
-def test_killed_it_goes_on_to_the_same_bytes(
-    method, owner, name, fatal_call, whole, tmp_path, url, monkeypatch
+def test_a_killed_run_resumes_to_the_same_bytes(
+    method, owner, name, fatal_call, uninterrupted, tmp_path, url, monkeypatch
 ):
     original, calls = getattr(owner, name), Counter()
 
@@ -81,31 +82,31 @@ def test_killed_it_goes_on_to_the_same_bytes(
             raise Killed
         return original(*args, **kwargs)
 
-    # With a checkpoint of every third step what is lost may lie before an iteration.
+    # With a checkpoint every third step, the lost steps can belong to an earlier iteration.
     values = settings(method, tmp_path, url, eval_every=2, save_every=3)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die)
         with pytest.raises(Killed):
             run(method, values)
     assert run(method, {"resume": True, "run_dir": values["run_dir"]}) == 0
-    left = left_by(values["run_dir"])
-    for part in left:
-        assert left[part] == whole[method][part], part
+    results = results_of(values["run_dir"])
+    for part in results:
+        assert results[part] == uninterrupted[method][part], part
 
 
-def test_a_failure_before_an_iteration_learns_loses_no_step(tmp_path, url, capsys, monkeypatch):
-    """An iteration begins with a weight sync and a pass of the reference; either may fail. Then
-    what goes on is the same method, and iterations of the same steps."""
+def test_a_failure_at_the_start_of_an_iteration_loses_no_step(tmp_path, url, capsys, monkeypatch):
+    """An iteration begins with a weight sync and the reference's log-probs; both can fail. The run
+    then resumes only with the same method and the same number of steps."""
     values = settings("dpo", tmp_path, url, steps=2, save_every=100)
     original, fails = dpo.reference_sums, iter([False, True])  # in the second iteration
 
-    def perhaps(*args):
+    def fail_in_second_iteration(*args):
         if next(fails):
             raise EngineError("the sampler is gone")
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dpo, "reference_sums", perhaps)
+        patch.setattr(dpo, "reference_sums", fail_in_second_iteration)
         assert run("dpo", values) == 1
     assert (tmp_path / "run/checkpoints/step_000001").is_dir()
     resume = {"resume": True, "run_dir": values["run_dir"]}
@@ -117,26 +118,26 @@ def test_a_failure_before_an_iteration_learns_loses_no_step(tmp_path, url, capsy
     assert [row["step"] for row in read_metrics(values["run_dir"])] == [1, 2]
 
 
-def test_the_sampler_that_explores_is_compared_with_what_was_learned(
+def test_exploration_compares_the_sampler_with_the_trained_policy(
     tmp_path, url, capsys, monkeypatch
 ):
-    """Trap 20; without evaluation an old policy's trajectories would have been learned."""
-    more = {"eval_every": 0, "learning_rate": 3e-2, "learn_from": "last", "min_return": 0.0}
-    values = settings("agentevol", tmp_path, url, save_every=100, **more)
-    monkeypatch.setattr(MethodWorker, "load_into_engine", lambda own: 0)
+    """Trap 20: without this check the run would learn from an old policy's trajectories."""
+    options = {"eval_every": 0, "learning_rate": 3e-2, "learn_from": "last", "min_return": 0.0}
+    values = settings("agentevol", tmp_path, url, save_every=100, **options)
+    monkeypatch.setattr(MethodWorker, "load_into_engine", lambda worker: 0)
     assert run("agentevol", values) == 1
-    said = capsys.readouterr()
-    assert "weights differ from the trainer's" in said.err and "step 2, saved" in said.out
+    output = capsys.readouterr()
+    assert "weights differ from the trainer's" in output.err and "step 2, saved" in output.out
 
 
-def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):
+def test_iteration_files_are_written_read_and_dropped(tmp_path):
     files = IterationFiles(tmp_path, writes=True)
-    lines = [{"a": "b\u2028c\x85d\r\ne\u2029"}, {"a": 1}]  # other ends of lines are kept whole
+    lines = [{"a": "b\u2028c\x85d\r\ne\u2029"}, {"a": 1}]  # other line separators stay in the text
     for iteration in (1, 2, 3):
         assert files.read(iteration, must_exist=False) is None
         files.write(iteration, lines, {"n": iteration})
         assert files.read(iteration, must_exist=True) == (lines, {"n": iteration})
-    (tmp_path / "iteration_003.json.bak").write_text("{}")  # a copy, which the run itself asks for
+    (tmp_path / "iteration_003.json.bak").write_text("{}")  # a user's copy
     files.drop_after(2)
     assert {path.name[10:] for path in tmp_path.iterdir()} == {
         *("001.json", "001.jsonl", "002.json", "002.jsonl", "003.json.bak")
@@ -146,52 +147,52 @@ def test_the_files_of_iterations_are_found_dropped_and_missed(tmp_path):
         files.read(2, must_exist=True)
 
 
-# --- What it learns from --------------------------------------------------------------------------
+# --- Data -----------------------------------------------------------------------------------------
 
 
-def test_a_run_can_be_measured_and_learned_from_by_the_others(runs, tmp_path, url, monkeypatch):
-    """A run of dpo.py is data for sft.py and dpo.py, and evaluate.py takes its checkpoint."""
+def test_other_programs_can_evaluate_a_run_and_learn_from_it(runs, tmp_path, url, monkeypatch):
+    """A run of dpo.py is data for sft.py and dpo.py, and evaluate.py measures its checkpoint."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(runs["dpo"], "played")
-    data = {"data": ("played",), "steps": 1}
+    shutil.copytree(runs["dpo"], "source")
+    data = {"data": ("source",), "steps": 1}
     assert run("sft", settings("sft", tmp_path / "b", url, min_return=0.4, **data)) == 0
-    files = sorted(Path("played/trajectories").glob("step_*.jsonl"))
+    files = sorted(Path("source/trajectories").glob("step_*.jsonl"))
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    enough = sum(row["return"] >= 0.4 for row in rows)
-    assert 0 < enough < len(rows)
-    assert json.loads(Path("b/run/data.json").read_text())["conversations"] == enough
+    num_good = sum(row["return"] >= 0.4 for row in rows)
+    assert 0 < num_good < len(rows)
+    assert json.loads(Path("b/run/data.json").read_text())["conversations"] == num_good
     values = settings("dpo", tmp_path / "c", url, **data)
     assert run("dpo", values) == 0
     assert not list(Path("c/run/trajectories").glob("*"))  # it played nothing
     with fresh_process_state():
-        words = ["--run", "played", "--out", str(tmp_path / "eval"), "--deterministic"]
+        words = ["--run", "source", "--out", str(tmp_path / "eval"), "--deterministic"]
         assert evaluate_main([*words, "--env-addr", url, "--samples", "1"]) == 0
-    shutil.rmtree("played")  # dpo.py has in the run what its files gave
+    shutil.rmtree("source")  # the run of dpo.py stores its pairs
     assert run("dpo", {"resume": True, "run_dir": values["run_dir"], "steps": 2}) == 0
     assert len(read_metrics(values["run_dir"])) == 2
 
 
 @pytest.mark.parametrize(
-    ("config", "thinks"),
+    ("config", "has_thoughts"),
     [
-        # smollm2-135m comes with a start that was shown actions alone, and tiny with none
+        # The start shipped for smollm2-135m has no thoughts; tiny has no shipped start.
         (with_preset("laptop", "textcraft", EvolConfig), False),
         (replace(with_preset("laptop", "textcraft", EvolConfig), model="tiny"), True),
-        (with_preset("laptop", "textcraft", SftConfig), True),  # which begins with no warm start
+        (with_preset("laptop", "textcraft", SftConfig), True),  # no warm start
     ],
 )
-def test_the_oracle_demonstrates_as_it_did_for_the_start(config, thinks, monkeypatch):
+def test_the_oracle_uses_the_style_of_the_warm_start(config, has_thoughts, monkeypatch):
     monkeypatch.setattr(methodworker, "chat_of", lambda config: None)
     monkeypatch.setattr(methodworker, "encode_all", lambda chat, records: list(records))
     config = complete(replace(config, env_addr=("local",), num_demonstrations=8))
     records = methodworker.read_examples(config)
     turns = [turn for record in records for turn in record["conversations"] if turn["loss"]]
-    assert len(records) == 8 and {"Thought:" in turn["value"] for turn in turns} == {thinks}
+    assert len(records) == 8 and {"Thought:" in turn["value"] for turn in turns} == {has_thoughts}
     slips = [t for r in records for t in r["conversations"][2:] if t["loss"] is False]
-    assert bool(slips) is not thinks, "the start's slips too"
+    assert bool(slips) is not has_thoughts, "the start has slips and no thoughts"
 
 
-def test_conversations_are_chosen_by_their_returns_and_their_weights_are_ignored(tmp_path):
+def test_conversations_are_selected_by_return_and_their_weights_are_ignored(tmp_path):
     records = [conversation(n, weight="high") | {"return": n / 4} for n in range(5)]
     data = write_lines(tmp_path / "data.jsonl", records)
     config = SftConfig(model="tiny", data=data)
@@ -204,8 +205,8 @@ def test_conversations_are_chosen_by_their_returns_and_their_weights_are_ignored
         methodworker.read_examples(config, 0.5)
 
 
-def test_what_the_policy_did_not_sample_is_scored_at_temperature_1():
-    """What it sampled is fitted at its own: or each iteration would play sharper than the last."""
+def test_only_the_policys_own_samples_are_scored_at_the_sampling_temperature():
+    """Otherwise each iteration would sample from a sharper policy than the last."""
     worker = MethodWorker.__new__(MethodWorker)
     for config, expected in (
         (DpoConfig(pairs=("x",)), 1.0),
@@ -221,8 +222,8 @@ def test_what_the_policy_did_not_sample_is_scored_at_temperature_1():
 
 
 def test_the_reference_is_the_policy_at_the_start_of_each_iteration(tmp_path, url):
-    """The first margin is 0; what is kept is a pair file, with the same references."""
-    values = settings("dpo", tmp_path, url, mini_batch_size=64)  # each step takes all pairs
+    """The first margin is 0, and the stored pairs are a pair file with the same log-probs."""
+    values = settings("dpo", tmp_path, url, mini_batch_size=64)  # each step uses all pairs
     assert run("dpo", values) == 0
     rows = read_metrics(values["run_dir"])
     for row in (rows[0], rows[2]):
@@ -237,28 +238,28 @@ def test_the_reference_is_the_policy_at_the_start_of_each_iteration(tmp_path, ur
     for line in lines:
         assert line["chosen_return"] >= line["rejected_return"] + 0.05 - 1e-6
         assert line["ref_chosen"] < 0 and line["ref_rejected"] < 0
-    again = settings("dpo", tmp_path / "b", url, steps=1, pairs=(str(file),), mini_batch_size=64)
-    assert run("dpo", again) == 0
+    values = settings("dpo", tmp_path / "b", url, steps=1, pairs=(str(file),), mini_batch_size=64)
+    assert run("dpo", values) == 0
     assert (tmp_path / "b/run/pairs/iteration_001.jsonl").read_text() == file.read_text()
 
 
-def test_an_iteration_without_a_pair_changes_no_weight_but_the_first_ends_the_run(
+def test_an_iteration_without_pairs_makes_no_update_and_the_first_one_ends_the_run(
     tmp_path, url, capsys, monkeypatch
 ):
     original, calls = dpo.pairs_of, []
 
-    def none_the_second_time(*args):
+    def none_on_second_call(*args):
         calls.append(1)
         return original(*args) if len(calls) == 1 else []
 
-    monkeypatch.setattr(dpo, "pairs_of", none_the_second_time)
+    monkeypatch.setattr(dpo, "pairs_of", none_on_second_call)
     values = settings("dpo", tmp_path, url, steps=2)
     assert run("dpo", values) == 0
     assert "iteration 2: 0 pairs; left out: " in capsys.readouterr().out
     metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
     rows = read_metrics(values["run_dir"])
     assert [row["policy/optimizer_steps"] for row in rows] == [1, 0]
-    shutil.rmtree(tmp_path / "run/checkpoints/step_000002")  # killed within it
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000002")  # as if killed in it
     assert run("dpo", {"resume": True, "run_dir": values["run_dir"]}) == 0
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics and len(calls) == 2
     assert run("dpo", settings("dpo", tmp_path / "b", url)) == 1
@@ -268,7 +269,7 @@ def test_an_iteration_without_a_pair_changes_no_weight_but_the_first_ends_the_ru
 # --- Misuse ---------------------------------------------------------------------------------------
 
 
-def test_nothing_to_learn_from_is_one_line_and_leaves_nothing(tmp_path, url, capsys):
+def test_empty_data_is_reported_in_one_line_and_creates_no_run(tmp_path, url, capsys):
     for changes, words in (
         ({"data": write_lines(tmp_path / "data.json", [])}, "holds no conversation"),
         ({"max_trajectory_tokens": 9}, "leaves none of the conversations; raise it"),

@@ -1,4 +1,4 @@
-"""sft.py: an update on weighted conversations, epochs, and what is held out."""
+"""sft.py: an update on weighted conversations, epochs, and held-out conversations."""
 
 import json
 from dataclasses import replace
@@ -29,28 +29,28 @@ def url():
 
 
 @pytest.mark.parametrize(("changes", "rank"), [(cut, rank) for cut in CUTS for rank in (0, 4)])
-def test_weighted_imitation_is_the_slow_sum_whatever_the_cut(changes, rank):
+def test_weighted_imitation_equals_a_slow_sum_for_all_micro_batch_sizes(changes, rank):
     """Trap 14."""
 
     batch = make_batch()
     batch.weights = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.3, 0.0, 1.0, 0.7, 1.0, 0.1])
     metrics, weights = weights_after(
-        lambda made: imitate(made, batch, replace(OBJECTIVE, **changes)), rank
+        lambda learner: imitate(learner, batch, replace(OBJECTIVE, **changes)), rank
     )
 
-    def slowly(made):
+    def slow_update(learner):
         total, tokens = torch.zeros(()), float(batch.loss_mask.sum())
         for row in range(len(batch)):
-            one = batch.rows([row])
-            log_probs, _ = made.model(one.input_ids, one.loss_mask, 1.0)
-            for t in range(int(one.lengths)):
-                if one.loss_mask[0, t]:
+            example = batch.rows([row])
+            log_probs, _ = learner.model(example.input_ids, example.loss_mask, 1.0)
+            for t in range(int(example.lengths)):
+                if example.loss_mask[0, t]:
                     total = total - batch.weights[row] * log_probs[0, t] / tokens
         total.backward()
-        made.optimizer.step()
+        learner.optimizer.step()
         return float(total.detach())
 
-    loss, expected = weights_after(slowly, rank)
+    loss, expected = weights_after(slow_update, rank)
     assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
     assert_equal(weights, expected)
 
@@ -59,22 +59,22 @@ def test_weighted_imitation_is_the_slow_sum_whatever_the_cut(changes, rank):
 
 
 @pytest.mark.parametrize(("count", "size"), [(10, 4), (7, 3), (5, 5), (3, 8), (17, 16)])
-def test_every_conversation_is_seen_once_an_epoch(count, size):
+def test_every_conversation_is_used_once_per_epoch(count, size):
     steps = -(-count // size)
     for epoch in range(5):
-        taken = [portion(epoch * steps + n + 1, count, size, "x") for n in range(steps)]
-        assert sorted(row for rows, _ in taken for row in rows) == list(range(count))
-        sizes = [len(rows) for rows, _ in taken]
+        portions = [portion(epoch * steps + n + 1, count, size, "x") for n in range(steps)]
+        assert sorted(row for rows, _ in portions for row in rows) == list(range(count))
+        sizes = [len(rows) for rows, _ in portions]
         assert max(sizes) <= size
-        assert max(sizes) - min(sizes) <= 1, "one of a rest would count as much as many"
-        done = [epochs for _, epochs in taken]
-        assert done == sorted(done) and done[-1] == epoch + 1
+        assert max(sizes) - min(sizes) <= 1, "a row in a small batch would have a larger weight"
+        progress = [epochs for _, epochs in portions]
+        assert progress == sorted(progress) and progress[-1] == epoch + 1
 
 
-def test_steps_follow_from_epochs_of_what_fits_and_the_rate_falls_over_them(
+def test_epochs_of_short_enough_conversations_set_the_steps_and_the_learning_rate(
     tmp_path, url, capsys, monkeypatch
 ):
-    # An imitator's entropy may fall to nothing: the sentinels' floor is for policies that explore.
+    # Imitation can lower the entropy to 0. The sentinels' entropy floor is only for exploration.
     monkeypatch.setattr(sentinels, "FIRST_ENTROPIES", 1)
     monkeypatch.setitem(sentinels.RULES, "entropy_floor", Rule(2, 2, 1, 1, "", falls=True))
     texts = ["ab"] * 5 + ["ab" * 400] * 3
@@ -104,8 +104,8 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
 
 
 @pytest.mark.parametrize("share", [0.07, 0.1, 0.25, 0.5])
-def test_a_task_is_learned_or_held_out_and_never_both(share):
-    """A run has tried each several times: the same words would be on both sides."""
+def test_a_task_is_never_both_learned_and_held_out(share):
+    """A run has several episodes of a task, so the same words would be on both sides."""
     tasks = [f"{n % 17}" for n in range(100)]
     held_out = sft.choose_held_out(tasks, share, seed=3)
     assert 0 < sum(task in held_out for task in tasks) <= round(share * 100)
@@ -115,7 +115,7 @@ def test_a_task_is_learned_or_held_out_and_never_both(share):
 
 
 def test_without_an_environment_the_lowest_held_out_loss_is_the_best(tmp_path, url, monkeypatch):
-    """Nothing is played, so that no success could tell which checkpoint to take."""
+    """Without play there is no success rate to choose a checkpoint by."""
     losses = iter([4.0, 3.0, 2.0, 2.5])
     monkeypatch.setattr(sft, "loss_on", lambda worker, held_out: next(losses))
     data = write_lines(tmp_path / "data.jsonl", [conversation(n, id=n) for n in range(10)])
