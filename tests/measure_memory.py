@@ -1,5 +1,6 @@
-"""The bytes of live tensors in an update of a small model, on a CPU: what scale/memory.py computes,
-measured. What an allocator adds, fragmentation above all, is in `scale.memory.MARGIN`."""
+"""Measures the bytes of live tensors during an update of a small model on a CPU, to compare them
+with the computation in scale/memory.py. Fragmentation and other overhead of an allocator are not
+measured; `scale.memory.MARGIN` covers them."""
 
 import weakref
 from collections.abc import Iterable
@@ -19,32 +20,32 @@ STATE = ("weights", "gradients", "moments")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are born inside it and not yet gone; keeps the maximum."""
+    """Counts the bytes of live tensors that were created inside it, and their peak."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing_tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._seen = {t.untyped_storage()._cdata for t in known}
+        self._storages = {t.untyped_storage()._cdata for t in existing_tensors}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._see, result)
+        tree_map_only(torch.Tensor, self._count, result)
         return result
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._seen or not num_bytes:
+        if key in self._storages or not num_bytes:
             return
-        self._seen.add(key)
+        self._storages.add(key)
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, num_bytes)
+        weakref.finalize(storage, self._discard, key, num_bytes)
 
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._seen.discard(key)
+    def _discard(self, key: int, num_bytes: int) -> None:
+        self._storages.discard(key)
         self.live -= num_bytes
 
 
@@ -54,21 +55,22 @@ def measure(
     lora_rank: int = 0,
     keep: Keep = "all",
 ) -> dict[str, int]:
-    """Bytes of the state, and of the rest of the peak of an update of two micro-batches."""
+    """Bytes of weights, gradients and moments, and of the transient tensors at the peak of an
+    update of two micro-batches."""
     torch.manual_seed(0)
     model = random_policy(shape, lora_rank)
     keep_for_backward(model, keep)
     accelerator = distributed.make_accelerator("bf16")
     policy = distributed.shard(accelerator, model)
-    learning = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=True)
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
     learner, batch = Learner(accelerator, policy, optimizer), random_batch(shape, tokens)
     objective = one_at_a_time(tokens)
-    update_policy(learner, batch, objective)  # the optimizer makes its moments
+    update_policy(learner, batch, objective)  # the optimizer creates its moments
     moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
-    held = zip(STATE, (list(policy.parameters()), learning, moments), strict=True)
-    found = {name: sum(distributed.local_part(t).nbytes for t in tensors) for name, tensors in held}
+    parts = zip(STATE, (list(policy.parameters()), trainable, moments), strict=True)
+    sizes = {name: sum(distributed.local_part(t).nbytes for t in ts) for name, ts in parts}
     inputs = [x for x in vars(batch).values() if x is not None]
     with LiveBytes([*policy.parameters(), *policy.buffers(), *moments, *inputs]) as live:
         update_policy(learner, batch, objective)
-    return found | {"transient": live.peak - found["gradients"]}
+    return sizes | {"transient": live.peak - sizes["gradients"]}

@@ -1,7 +1,7 @@
-"""`sft.py`, `dpo.py` or `agentevol.py` in the toy environment, as a program that tests start,
-launch several times and kill.
+"""Runs `sft.py`, `dpo.py` or `agentevol.py` in the toy environment. Tests start this program,
+also with a launcher, and kill it.
 
-    python tests/start_method.py METHOD WORDS...
+    python tests/start_method.py METHOD OPTIONS...
 """
 
 import sys

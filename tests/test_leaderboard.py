@@ -1,4 +1,4 @@
-"""The benchmark's table: the paper's numbers add up, and what is not comparable says so."""
+"""The benchmark table: the paper's numbers add up, and differences to the paper are listed."""
 
 from collections import Counter
 
@@ -13,19 +13,19 @@ from reporting.scoring import summarize
 
 
 def test_the_subtasks_add_up_and_every_percentage_is_a_whole_number_of_tasks():
-    """One sample per task: a slip in a digit or in a count of tasks shows."""
+    """With one sample per task, this detects a typo in a percentage or in a number of tasks."""
     for env, paper in PAPER.items():
         assert sum(items for items, _ in paper.subtasks.values()) == paper.items
-        family = [(paper.items, success) for success in paper.success]
-        for items, success in [*family, *paper.subtasks.values()]:
-            solved = items * success / 100
-            is_whole = abs(solved - round(solved)) <= items * 0.05 / 100 + 1e-9
-            # Printed as 9.8, which no count of 50 gives.
+        totals = [(paper.items, success) for success in paper.success]
+        for items, success in [*totals, *paper.subtasks.values()]:
+            num_solved = items * success / 100
+            is_whole = abs(num_solved - round(num_solved)) <= items * 0.05 / 100 + 1e-9
+            # The paper prints 9.8, although 50 tasks cannot give it.
             assert is_whole or (env, success) == ("webarena", 9.8), (env, success)
 
 
 @pytest.mark.parametrize("env", ["textcraft", "babyai"])
-def test_our_test_split_has_the_papers_subtasks_with_as_many_tasks(env):
+def test_our_test_split_has_the_papers_number_of_tasks_in_each_subtask(env):
     counts = Counter(task.subtask for task in load_tasks(env, "test"))
     assert counts == {name: items for name, (items, _) in PAPER[env].subtasks.items()}
 
@@ -33,24 +33,24 @@ def test_our_test_split_has_the_papers_subtasks_with_as_many_tasks(env):
 # ---------------------------------------------------------------------------- the table
 
 
-def played(counts, solved=lambda i: i % 2 == 0, samples=1, max_rounds=(30,), lost=0):
-    """A summary: `counts` {sub-task: tasks}, every task played `samples` times."""
+def summary_of(counts, is_solved=lambda i: i % 2 == 0, samples=1, max_rounds=(30,), num_lost=0):
+    """A summary of `counts` {sub-task: number of tasks}, each task played `samples` times."""
     episodes = [
-        episode_of(f"{name}_{i}", 2, solved(i), subtask=name)
+        episode_of(f"{name}_{i}", 2, is_solved(i), subtask=name)
         for name, count in counts.items()
         for i in range(count)
         for _ in range(samples)
     ]
-    for episode in episodes[:lost]:
+    for episode in episodes[:num_lost]:
         episode.stop_reason = "env_error"
     return summarize(episodes, samples, max_rounds)
 
 
-def whole(env):
-    """The summary of a family played as the paper plays it."""
+def comparable_summary(env):
+    """A summary with the paper's numbers of tasks and its turn limit."""
     paper = PAPER[env]
     counts = {name: items for name, (items, _) in paper.subtasks.items()}
-    return played(counts, max_rounds=(paper.max_rounds,))
+    return summary_of(counts, max_rounds=(paper.max_rounds,))
 
 
 def benchmark(samples=1, temperature=1.0, **families):
@@ -67,8 +67,8 @@ def rows_of(markdown):
 
 
 @pytest.mark.parametrize("env", PAPER)
-def test_an_environment_played_as_the_paper_does_stands_beside_it_without_a_mark(env):
-    table = benchmark(**{env: whole(env)})
+def test_an_environment_with_the_papers_settings_has_no_mark(env):
+    table = benchmark(**{env: comparable_summary(env)})
     assert differences(table) == [] and "!" not in format_markdown(table)
     rows = rows_of(format_markdown(table))
     assert [name for _, name in rows] == [*PAPER[env].subtasks, "all"]
@@ -76,11 +76,11 @@ def test_an_environment_played_as_the_paper_does_stands_beside_it_without_a_mark
     assert printed == [f"{success:.1f}" for success in PAPER[env].success]
 
 
-def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_said():
-    craft = played({"depth 1": 31, "depth 2": 2, "depth 5": 1}, samples=2)
+def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_listed():
+    craft = summary_of({"depth 1": 31, "depth 2": 2, "depth 5": 1}, samples=2)
     counts = {name: items for name, (items, _) in PAPER["babyai"].subtasks.items()}
-    short = played(counts, max_rounds=(5, 10), samples=2, lost=1)
-    table = benchmark(textcraft=craft, babyai=short, mars="no | Java", temperature=0.5, samples=2)
+    maze = summary_of(counts, max_rounds=(5, 10), samples=2, num_lost=1)
+    table = benchmark(textcraft=craft, babyai=maze, mars="no | Java", temperature=0.5, samples=2)
     rows = rows_of(format_markdown(table))
     items = {name: row["items"] for (env, name), row in rows.items() if env == "textcraft"}
     assert items == {

@@ -1,4 +1,5 @@
-"""What metrics.py promises: defined names, files that resume exactly, means of policy tokens."""
+"""reporting/metrics.py: only defined names are logged, resumed logs are exact, and means are over
+valid trajectories."""
 
 from dataclasses import dataclass, field, replace
 
@@ -58,13 +59,14 @@ LOST = Trajectory(
 # ------------------------------------------------------------- summarize_trajectories
 
 
-def test_every_step_has_the_numbers_of_every_environment_of_the_run():
-    """Also a step in which all trajectories of one environment were lost."""
-    played = [Trajectory(0, 1.0, "success", env="textcraft"), replace(LOST, env="babyai")]
-    summary = summarize_trajectories(played, ["textcraft", "babyai"])
+def test_every_step_has_metrics_for_every_environment_of_the_run():
+    """Even a step in which all trajectories of one environment were lost."""
+    trajectories = [Trajectory(0, 1.0, "success", env="textcraft"), replace(LOST, env="babyai")]
+    summary = summarize_trajectories(trajectories, ["textcraft", "babyai"])
     assert summary["train/return_mean/textcraft"] == 1.0
     assert summary["train/return_mean/babyai"] is None
-    assert not any("/textcraft" in name for name in summarize_trajectories(played, ["textcraft"]))
+    summary = summarize_trajectories(trajectories, ["textcraft"])
+    assert not any("/textcraft" in name for name in summary)
 
 
 def test_the_summary_of_a_hand_worked_step():
@@ -77,9 +79,9 @@ def test_the_summary_of_a_hand_worked_step():
     summary = summarize_trajectories(trajectories)
     expected = {
         "return_mean": 1.5 / 4,
-        "action_tokens_mean": (5 + 5 + 5 + 1) / 4,  # trap 15: not of prompt and observation
+        "action_tokens_mean": (5 + 5 + 5 + 1) / 4,  # trap 15: without prompt and observations
         "trajectory_tokens_mean": 10,
-        "success_rate": 0.25,  # a return of 0.5 is no success
+        "success_rate": 0.25,  # a return of 0.5 is not a success
         "turns_mean": 2.5,
         "parse_error_rate": 1 / 10,  # of turns, not trajectories
         "groups": 2,
@@ -91,12 +93,12 @@ def test_the_summary_of_a_hand_worked_step():
     }
     actual = {name: summary[f"train/{name}"] for name in expected}
     assert actual == pytest.approx(expected)
-    own = {name for name in METRICS if name.startswith("train/")}
-    assert set(summary) == {name for name in own if name.rpartition("/")[0] not in PER_ENV}
+    train_names = {name for name in METRICS if name.startswith("train/")}
+    assert set(summary) == {name for name in train_names if name.rpartition("/")[0] not in PER_ENV}
 
 
 def test_repeated_tokens_are_counted_within_each_turn():
-    """A loop of two tokens in one turn, four different ones in the other: sums, not means."""
+    """One turn loops over two tokens, the other has four different ones; counts are summed."""
     ids = (1, 2, *[7, 8] * 6, 20, 21, 22, 23)
     turns = (Turn(action_span=(2, 14)), Turn(action_span=(14, 18)))
     looping = Trajectory(0, 0.0, turns=turns, input_ids=ids)
@@ -104,37 +106,34 @@ def test_repeated_tokens_are_counted_within_each_turn():
     assert summarize_trajectories([Trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
 
 
-def test_a_trajectory_lost_to_infrastructure_moves_no_mean_and_is_counted():
+def test_a_trajectory_lost_to_infrastructure_changes_no_mean_and_is_counted():
     """Trap 5: a dead server must not look like a weak policy."""
-    healthy = [Trajectory(0, 1.0, "success"), Trajectory(0, 0.0)]
-    without = summarize_trajectories(healthy)
-    with_lost = summarize_trajectories([*healthy, LOST, LOST])
-    for name in without:
+    valid = [Trajectory(0, 1.0, "success"), Trajectory(0, 0.0)]
+    summary = summarize_trajectories(valid)
+    summary_with_lost = summarize_trajectories([*valid, LOST, LOST])
+    for name in summary:
         if not name.startswith("train/stop/") and name != "train/env_failures":
-            assert with_lost[name] == without[name], name
-    assert with_lost["train/env_failures"] == 2
-    assert with_lost["train/stop/env_error"] == 0.5
-    none_left = summarize_trajectories([LOST, replace(LOST, group_id=1)])
-    assert none_left["train/groups"] == none_left["train/groups_zero_variance"] == 0
-    assert none_left["train/return_mean"] is None  # a mean over nothing is not 0
+            assert summary_with_lost[name] == summary[name], name
+    assert summary_with_lost["train/env_failures"] == 2
+    assert summary_with_lost["train/stop/env_error"] == 0.5
+    summary_of_lost = summarize_trajectories([LOST, replace(LOST, group_id=1)])
+    assert summary_of_lost["train/groups"] == summary_of_lost["train/groups_zero_variance"] == 0
+    assert summary_of_lost["train/return_mean"] is None  # a mean of no values is not 0
 
 
 @given(st.lists(st.integers(0, 2), max_size=30))
-def test_repeated_tokens_are_the_definition_token_by_token(ids):
-    """In an n-gram that also starts somewhere to its left."""
-    grams = [ids[start : start + 4] for start in range(len(ids) - 3)]
-    again = [gram in grams[:start] for start, gram in enumerate(grams)]
-    expected = sum(any(again[max(0, i - 3) : i + 1]) for i in range(len(ids)))
+def test_num_repeated_tokens_agrees_with_its_definition_for_each_token(ids):
+    """A token is repeated if it is in a 4-gram that also starts at an earlier position."""
+    ngrams = [ids[start : start + 4] for start in range(len(ids) - 3)]
+    is_repeated = [ngram in ngrams[:start] for start, ngram in enumerate(ngrams)]
+    expected = sum(any(is_repeated[max(0, i - 3) : i + 1]) for i in range(len(ids)))
     assert num_repeated_tokens(ids) == expected
-
-
-# ------------------------------------------------------------- the glossary
 
 
 # ------------------------------------------------------------- MetricsLogger
 
 
-def test_a_row_is_strict_json_of_defined_names_which_an_evaluation_after_a_resume_joins(tmp_path):
+def test_a_row_is_strict_json_with_defined_names_and_an_evaluation_can_be_added(tmp_path):
     logger = MetricsLogger(tmp_path)
     values = {"policy/loss": torch.tensor(float("inf")), "policy/kl": torch.tensor(0.5)}
     for name in ("train/reward", "time/rollout_s"):
@@ -156,23 +155,23 @@ def write_steps(run_dir, steps, resume_step=None):
         logger.show_step(step, metrics, {"time/step_s": 1.0})
 
 
-@pytest.mark.parametrize("half_line", ["", '{"step": 6, "train/retu', '{"step": 6}'])
-def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, monkeypatch, half_line):
+@pytest.mark.parametrize("last_line", ["", '{"step": 6, "train/retu', '{"step": 6}'])
+def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, monkeypatch, last_line):
     monkeypatch.setattr(metrics, "plot", lambda run_dir: None)
-    write_steps(tmp_path / "whole", range(1, 9))
+    write_steps(tmp_path / "uninterrupted", range(1, 9))
     write_steps(tmp_path / "resumed", range(1, 6))
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
-        file.write(half_line)  # the crash
+        file.write(last_line)  # as left by a crash
     write_steps(tmp_path / "resumed", range(4, 9), resume_step=3)
     for name in ("metrics.jsonl", "timings.jsonl"):
-        whole, resumed = (tmp_path / folder / name for folder in ("whole", "resumed"))
-        assert whole.read_bytes() == resumed.read_bytes()
+        logs = [(tmp_path / run / name).read_bytes() for run in ("uninterrupted", "resumed")]
+        assert logs[0] == logs[1]
 
 
-# ------------------------------------------------------------- the console
+# ------------------------------------------------------------- the terminal
 
 
-def test_a_step_ends_with_its_timings_its_row_and_the_picture(tmp_path, capsys, monkeypatch):
+def test_show_step_writes_timings_prints_the_row_and_draws_the_plot(tmp_path, capsys, monkeypatch):
     logger = MetricsLogger(tmp_path)
     row, timings = {"train/return_mean": 0.5}, {"time/rollout_s": 2.0}
     logger.log(1, row)
@@ -187,7 +186,7 @@ def test_a_step_ends_with_its_timings_its_row_and_the_picture(tmp_path, capsys, 
     assert [i for i, line in enumerate(lines) if line == progress.table_header()] == [0, 21, 42]
 
 
-def test_a_process_that_must_not_write_writes_nothing(tmp_path, capsys):
+def test_with_writes_false_no_file_is_written_and_no_line_printed(tmp_path, capsys):
     logger = MetricsLogger(tmp_path / "run", writes=False)
     logger.log(1, {"train/return_mean": 0.5})
     logger.amend(1, {"eval/avg": 0.5})

@@ -1,4 +1,5 @@
-"""What scoring.py promises: unbiased pass@k, intervals that cover, the env's own success."""
+"""reporting/scoring.py: pass@k is unbiased, intervals cover the truth, the environment decides
+what is solved."""
 
 import itertools
 import json
@@ -27,7 +28,7 @@ class Turn:
 
 @dataclass
 class Episode:
-    """The fields of a trajectory that scores are made of."""
+    """The fields of a trajectory that scoring.py reads."""
 
     task_id: str
     success: bool = False
@@ -46,7 +47,7 @@ def episode_of(task_id, num_turns, success, **fields):
     return Episode(task_id, success, turns, **fields)
 
 
-def test_sub_tasks_of_two_environments_with_one_name_are_two_rows():
+def test_sub_tasks_with_the_same_name_in_two_environments_are_two_rows():
     rows = summarize([Episode("a_0", True, env="a"), Episode("b_0", env="b")], 1)["subtasks"]
     shares = {name: row["avg"]["value"] for name, row in rows.items()}
     assert shares == {"a: depth 1": 1.0, "b: depth 1": 0.0}
@@ -57,70 +58,69 @@ def test_sub_tasks_of_two_environments_with_one_name_are_two_rows():
 
 @given(st.integers(1, 9), st.data())
 def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_solved_sample(num_samples, data):
-    solved = data.draw(st.lists(st.booleans(), min_size=num_samples, max_size=num_samples))
+    successes = data.draw(st.lists(st.booleans(), min_size=num_samples, max_size=num_samples))
     k = data.draw(st.integers(1, num_samples))
-    subsets = list(itertools.combinations(solved, k))
+    subsets = list(itertools.combinations(successes, k))
     share = sum(any(subset) for subset in subsets) / len(subsets)
-    assert pass_at_k(num_samples, sum(solved), k) == pytest.approx(share, abs=1e-12)
+    assert pass_at_k(num_samples, sum(successes), k) == pytest.approx(share, abs=1e-12)
 
 
 # -------------------------------------------------------------------------- intervals
 
 
 @pytest.mark.parametrize("num_items", [1, 3, 31])
-def test_tasks_that_all_agree_do_not_give_certainty_but_the_exact_binomial_bound(num_items):
-    none, all_ = bootstrap([0.0] * num_items), bootstrap([1.0] * num_items)
+def test_if_all_tasks_agree_the_interval_is_the_exact_binomial_one(num_items):
+    none_solved, all_solved = bootstrap([0.0] * num_items), bootstrap([1.0] * num_items)
     # Clopper-Pearson for 0 of m: the p at which (1 - p)^m = 0.025.
-    assert none["low"] == 0.0
-    assert (1 - none["high"]) ** num_items == pytest.approx(0.025)
-    assert all_["low"] == pytest.approx(1 - none["high"])
-    assert all_["high"] == 1.0
+    assert none_solved["low"] == 0.0
+    assert (1 - none_solved["high"]) ** num_items == pytest.approx(0.025)
+    assert all_solved["low"] == pytest.approx(1 - none_solved["high"])
+    assert all_solved["high"] == 1.0
     half = bootstrap([0.5] * num_items)
     assert half["low"] < 0.5 < half["high"]
 
 
-@pytest.mark.parametrize("solved", [1, 4])
-def test_a_few_of_many_have_the_exact_interval_of_a_share(solved):
-    """At its ends, so many or more, and so many or fewer, have a chance of 2.5 % (as in scipy's
-    binomtest(k, 40).proportion_ci)."""
+@pytest.mark.parametrize("num_solved", [1, 4])
+def test_if_few_of_many_are_solved_the_interval_is_the_exact_binomial_one(num_solved):
+    """At its lower end, at least so many successes have a probability of 2.5 %; at its upper end,
+    at most so many (as in scipy's binomtest(k, 40).proportion_ci)."""
 
-    def chance(share, counts):
+    def probability(share, counts):
         return sum(math.comb(40, k) * share**k * (1 - share) ** (40 - k) for k in counts)
 
-    values = [1.0] * solved + [0.0] * (40 - solved)
-    few, most = bootstrap(values), bootstrap([1 - x for x in values])
-    assert chance(few["high"], range(solved + 1)) == pytest.approx(0.025)
-    assert chance(few["low"], range(solved, 41)) == pytest.approx(0.025)
-    assert most["low"] == pytest.approx(1 - few["high"])
-    assert most["high"] == pytest.approx(1 - few["low"])
+    values = [1.0] * num_solved + [0.0] * (40 - num_solved)
+    few_solved, most_solved = bootstrap(values), bootstrap([1 - x for x in values])
+    assert probability(few_solved["high"], range(num_solved + 1)) == pytest.approx(0.025)
+    assert probability(few_solved["low"], range(num_solved, 41)) == pytest.approx(0.025)
+    assert most_solved["low"] == pytest.approx(1 - few_solved["high"])
+    assert most_solved["high"] == pytest.approx(1 - few_solved["low"])
 
 
-@pytest.mark.parametrize(("p", "num_items", "at_most"), [(0.5, 80, 0.98), (0.08, 40, 1.0)])
-def test_the_interval_covers_the_truth_about_95_times_in_100(p, num_items, at_most):
-    """Of 40 tasks with a true 8 %, the percentiles alone would cover it in 88 of 100."""
+@pytest.mark.parametrize(("p", "num_items", "max_coverage"), [(0.5, 80, 0.98), (0.08, 40, 1.0)])
+def test_the_interval_covers_the_truth_about_95_times_in_100(p, num_items, max_coverage):
+    """For 40 tasks with a true 8 %, percentiles without a correction would cover it 88 times."""
     generator = random.Random(3)
-    covered = 0
+    num_covered = 0
     for _ in range(400):
         e = bootstrap([float(generator.random() < p) for _ in range(num_items)])
-        covered += e["low"] <= p <= e["high"]
-    assert 0.92 <= covered / 400 <= at_most
+        num_covered += e["low"] <= p <= e["high"]
+    assert 0.92 <= num_covered / 400 <= max_coverage
 
 
 # ------------------------------------------------------------------- paired comparison
 
 
-def test_pairing_sees_a_difference_that_two_overlapping_intervals_hide():
+def test_pairing_shows_a_difference_although_the_two_intervals_overlap():
     generator = random.Random(0)
     before = {f"t_{i}": generator.random() for i in range(60)}  # tasks differ a lot
     after = {task: min(1.0, share + 0.05) for task, share in before.items()}
-    alone = bootstrap(list(before.values())), bootstrap(list(after.values()))
-    assert alone[0]["high"] > alone[1]["low"]
+    assert bootstrap(list(before.values()))["high"] > bootstrap(list(after.values()))["low"]
     difference = paired_bootstrap(before, after)
     assert 0.0 < difference["low"] < difference["value"] < difference["high"] < 0.06
     assert difference["items"] == 60
 
 
-def test_compare_says_the_difference_what_it_left_out_and_what_was_measured_differently(tmp_path):
+def test_compare_reports_the_difference_tasks_left_out_and_settings_that_differ(tmp_path):
     def write(name, *shares, **options):
         items = {f"t_{i}": {"avg": share} for i, share in enumerate(shares)}
         (tmp_path / name).write_text(json.dumps({"items": items} | options))
@@ -144,9 +144,9 @@ def test_compare_says_the_difference_what_it_left_out_and_what_was_measured_diff
 
 
 def test_a_score_above_0_is_not_success():
-    """Trap 17: a base 7B scores in 24.5 % of SciWorld's tasks and completes 1.5 %."""
-    scored = Episode("t_0", success=False, turns=[Turn(0.3), Turn(0.4)], stop_reason="max_rounds")
-    overall = summarize([scored], 1)["overall"]
+    """Trap 17: a base 7B model scores in 24.5 % of SciWorld's tasks and completes 1.5 %."""
+    episode = Episode("t_0", success=False, turns=[Turn(0.3), Turn(0.4)], stop_reason="max_rounds")
+    overall = summarize([episode], 1)["overall"]
     assert overall["return_mean"] == pytest.approx(0.7)
     assert overall["avg"]["value"] == overall["pass"]["value"] == 0.0
 
@@ -162,9 +162,9 @@ def test_a_hand_worked_summary_with_unequal_numbers_of_samples():
         episode_of("t_2", 9, False, stop_reason="env_error", error="boom"),
     ]
     summary = summarize(trajectories, samples=2)
-    # a mean over tasks (1/2, 2/3, 0), not over the 6 episodes
+    # The mean is over tasks (1/2, 2/3, 0), not over the 6 episodes.
     assert summary["overall"]["avg"]["value"] == pytest.approx((1 / 2 + 2 / 3 + 0) / 3)
-    # pass@2: t_0 surely, t_1 surely (two of three solved), t_2 has one valid sample: not asked
+    # pass@2 is 1 for t_0 and for t_1 (two of three solved); t_2 has only one valid sample.
     assert summary["overall"]["pass"]["value"] == pytest.approx(1.0)
     assert summary["overall"]["pass"]["items"] == 2
     assert [point["items"] for point in summary["pass_curve"]] == [3, 2]
@@ -184,14 +184,14 @@ def test_a_hand_worked_summary_with_unequal_numbers_of_samples():
 
 
 def test_lost_trajectories_change_no_number_and_are_reported():
-    """Trap 5, in evaluation: a dead server is no failure of the agent."""
+    """Trap 5, in evaluation: a dead server is not a failure of the agent."""
     healthy = [episode_of("t_0", 2, True), episode_of("t_1", 2, False)]
     lost = [
         episode_of("t_0", 1, False, stop_reason="env_error"),
         episode_of("t_2", 1, False, stop_reason="engine_error", error="http://x: HTTP 500"),
     ]
-    summary, without = summarize([*healthy, *lost], 1), summarize(healthy, 1)
-    assert summary["overall"] == without["overall"]
+    summary = summarize([*healthy, *lost], 1)
+    assert summary["overall"] == summarize(healthy, 1)["overall"]
     assert summary["lost"] == {
         "trajectories": 2,
         "of": 4,
@@ -201,10 +201,10 @@ def test_lost_trajectories_change_no_number_and_are_reported():
     assert "lost to infrastructure and not counted above: 2 of 4 trajectories" in format_table(
         summary
     )
-    json.dumps(summarize(lost, 2, max_rounds=[3]), allow_nan=False)  # also with nothing in it
+    json.dumps(summarize(lost, 2, max_rounds=[3]), allow_nan=False)  # all trajectories are lost
 
 
-def test_the_curve_over_turns_is_the_same_episodes_cut_at_each_horizon():
+def test_the_curve_over_turns_uses_the_same_episodes_cut_at_each_horizon():
     trajectories = [
         episode_of("t_0", 2, True),
         episode_of("t_1", 5, True),
@@ -217,5 +217,5 @@ def test_the_curve_over_turns_is_the_same_episodes_cut_at_each_horizon():
     assert [row["avg"]["value"] for row in curve] == [0.25, 0.25, 0.5, 0.5]
     assert curve[0]["turns_mean"] == 2.0
     assert curve[1]["turns_mean"] == pytest.approx((2 + 4 + 4 + 3) / 4)
-    assert curve[1]["return_mean"] == 0.25  # t_1's reward of turn 5 is not yet earned
+    assert curve[1]["return_mean"] == 0.25  # t_1 gets its reward only in turn 5
     assert curve[-1]["avg"] == summary["overall"]["avg"]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
-from test_sentinels import HEALTHY, stormy_run
+from test_sentinels import HEALTHY, unstable_run
 from toy_env import Letters, flags, options, read_metrics, serve, train_main, write_ids
 
 from config import Config
@@ -89,7 +89,7 @@ def test_a_resumed_session_has_the_state_of_an_uninterrupted_one(open_session, c
     uninterrupted = open_session(controller(), on_collapse="stop")
     uninterrupted.worker.kl_controller.update(1.0, 64)
     uninterrupted.note_evaluation(0, 0.25)
-    rows = list(stormy_run(seed=4, num_steps=70))
+    rows = list(unstable_run(seed=4, num_steps=70))
     for step, row in rows[:40]:
         uninterrupted.watch(step, row)
     state = uninterrupted.state_dict()

@@ -1,8 +1,8 @@
-"""`kill -9`, wherever it strikes: what is resumed ends as if nothing had happened.
+"""A run that is killed with `kill -9` at any point and resumed ends like an uninterrupted run.
 
-A run is a process of its own (tests/train_toy.py) that kills itself at a named place in a named
-step. Resumed, it must leave byte for byte what an uninterrupted run leaves: metrics, trajectories,
-evaluations, checkpoints, and no file more.
+Each run is a separate process (tests/train_toy.py) that kills itself at a given place in a given
+step. After it is resumed, its files must equal those of an uninterrupted run byte for byte: metrics,
+trajectories, evaluations, checkpoints. It must leave no additional file.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from run import checkpoint
 
 pytestmark = pytest.mark.long
 
-QWEN2 = "transformers.models.qwen2.modeling_qwen2"  # what `tiny` is
+QWEN2 = "transformers.models.qwen2.modeling_qwen2"  # the architecture of `tiny`
 
 
 class Lucky(Letters):
-    """Every other random text is a success, so that evaluations differ."""
+    """About half of all random texts are a success, so that evaluations differ."""
 
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)
@@ -35,7 +35,7 @@ class Lucky(Letters):
 
 
 KILLABLE = {
-    "algorithm": "ppo",  # has most to lose: two networks and optimizers, a reference,
+    "algorithm": "ppo",  # it has the most state: two networks and optimizers, a reference,
     "kl_coef": 0.1,  # and a KL controller
     "kl_target": 0.001,
     "steps": 3,
@@ -52,7 +52,7 @@ KILLABLE = {
 
 @pytest.fixture(scope="module")
 def forkserver():
-    """Starts processes that have imported everything: a start takes a second, not ten."""
+    """Starts processes with all modules imported, so that a start takes one second, not ten."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_toy", "accelerate", "tyro", QWEN2])
     with pytest.MonkeyPatch.context() as patch:
@@ -66,20 +66,18 @@ def forkserver():
 
 
 class Runs:
-    """Runs of train.py in the served environment, each in a folder of its own."""
+    """Starts runs of train.py in the served environment, each in a given folder."""
 
     def __init__(self, forkserver, settings):
         self.forkserver, self.settings = forkserver, settings
 
-    def run(self, folder, *before):
-        """Begin the run in a folder, or go on with it: its exit code.
-
-        `before` goes to train_toy.py.
-        """
+    def run(self, folder, *toy_options):
+        """Start the run in a folder, or resume it; returns its exit code. `toy_options` are
+        options of train_toy.py."""
         argv = flags(**self.settings | {"run_dir": str(folder / "run")})
         if (folder / "run").exists():
             argv = ["--resume", "--run-dir", str(folder / "run")]
-        args = ([*map(str, before), *argv], str(folder / "out"))
+        args = ([*map(str, toy_options), *argv], str(folder / "out"))
         process = self.forkserver.Process(target=train_toy.forked, args=args)
         process.start()
         process.join()
@@ -90,9 +88,9 @@ class Runs:
         assert code == -signal.SIGKILL, (place, (folder / "out").read_text())
 
     def finish(self, folder):
-        """Run it to its end; what it leaves."""
+        """Run it to the end; returns the content of its files."""
         assert self.run(folder) == 0, (folder / "out").read_text()
-        return left_by(folder / "run")
+        return files_of(folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +102,16 @@ def runs(forkserver, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(runs, tmp_path_factory):
-    """What a run left to which nothing happened."""
-    return runs.finish(tmp_path_factory.mktemp("whole"))
+def uninterrupted(runs, tmp_path_factory):
+    """The content of an uninterrupted run's files."""
+    return runs.finish(tmp_path_factory.mktemp("uninterrupted"))
 
 
-# --- What is compared ----------------------------------------------------------------------------
+# --- Content of a run's files --------------------------------------------------------------------
 
 
-def left_by(run_dir):
-    """Everything that a run wrote, without what a clock has measured."""
+def files_of(run_dir):
+    """The content of all files of a run, except for measured times."""
     trajectories = {}
     for path in sorted((run_dir / "trajectories").iterdir()):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -132,7 +130,7 @@ def left_by(run_dir):
 
 
 def content_of(run_dir, step):
-    """A checkpoint's content, which must be whole."""
+    """The content of a checkpoint, which must be complete."""
     folder = checkpoint.folder_of(run_dir, step)
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert weights.keys()
@@ -144,21 +142,23 @@ def content_of(run_dir, step):
     return content
 
 
-def assert_same(left, expected):
-    for name in left.keys() | expected.keys():
-        assert left[name] == expected[name], name
+def assert_equal(files, expected):
+    for name in files.keys() | expected.keys():
+        assert files[name] == expected[name], name
 
 
-def test_the_runs_that_are_killed_have_something_to_lose(whole):
+def test_the_runs_have_state_that_a_kill_could_lose(uninterrupted):
     """Step 2 is the best, step 0 is better than step 1, and the KL controller adapts."""
-    scores = [json.loads(e)["overall"]["avg"]["value"] for e in whole["evaluations"].values()]
-    assert scores[:3] == [0.5, 0.0, 1.0] and whole["best"] == "step_000002"
-    assert whole[2]["state"]["kl_controller"] != whole[3]["state"]["kl_controller"]
+    evaluations = uninterrupted["evaluations"].values()
+    scores = [json.loads(e)["overall"]["avg"]["value"] for e in evaluations]
+    assert scores[:3] == [0.5, 0.0, 1.0] and uninterrupted["best"] == "step_000002"
+    states = [uninterrupted[step]["state"] for step in (2, 3)]
+    assert states[0]["kl_controller"] != states[1]["kl_controller"]
 
 
-# --- Killed at a place ---------------------------------------------------------------------------
+# --- Kills ---------------------------------------------------------------------------------------
 
-# Where one run is killed, and killed again each time it is resumed, in which steps.
+# Places and steps at which one run is killed, each time after it was resumed.
 KILLS = {
     "before there is a checkpoint": [
         ("between the evaluation's two files", 0),
@@ -169,7 +169,7 @@ KILLS = {
         ("in the middle of the optimizer's file", 1),
         ("before the checkpoint gets its name", 1),
     ],
-    "with one to go back to": [
+    "with a checkpoint to resume from": [
         ("between saving and the timings", 1),
         ("while weights are restored", 0),
         ("between two optimizer steps", 2),
@@ -182,24 +182,27 @@ KILLS = {
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(runs, whole, tmp_path, kills):
+def test_a_killed_and_resumed_run_ends_like_an_uninterrupted_one(
+    runs, uninterrupted, tmp_path, kills
+):
     for place, step in KILLS[kills]:
         runs.kill(tmp_path, place, step)
-    assert_same(runs.finish(tmp_path), whole)
-    timed = [row["step"] for row in read_log(tmp_path / "run/timings.jsonl")]
-    assert timed == sorted(set(timed))
-    assert {1, 2, 3} - set(timed) <= {1, 2}  # a line of times may be lost
+    assert_equal(runs.finish(tmp_path), uninterrupted)
+    steps = [row["step"] for row in read_log(tmp_path / "run/timings.jsonl")]
+    assert steps == sorted(set(steps))
+    assert {1, 2, 3} - set(steps) <= {1, 2}  # a line of timings can be lost
 
 
-def test_an_evaluation_that_ctrl_c_cut_short_is_made_up_for_by_a_run_that_is_killed(
-    runs, whole, tmp_path
+def test_a_killed_and_resumed_run_repeats_an_evaluation_that_ctrl_c_interrupted(
+    runs, uninterrupted, tmp_path
 ):
-    """The resumed run evaluates step 2, amends its line in the log and marks it as the best."""
+    """The resumed run evaluates step 2, adds it to the log's line and marks step 2 as the best."""
     assert runs.run(tmp_path, "--interrupt-at", "in the evaluation", 2) == 130
     assert "eval/avg" not in read_metrics(tmp_path / "run")[-1]
     runs.kill(tmp_path, "while the log is amended", 0)
     runs.kill(tmp_path, "in the rollout", 3)
-    # Step 2 was saved before its evaluation, so its state cannot know of it.
-    left = runs.finish(tmp_path)
-    assert left[2].pop("state") != whole[2]["state"]
-    assert_same(left, whole | {2: {k: v for k, v in whole[2].items() if k != "state"}})
+    # Step 2 was saved before its evaluation, so its state does not contain the result.
+    files = runs.finish(tmp_path)
+    assert files[2].pop("state") != uninterrupted[2]["state"]
+    checkpoint_2 = {k: v for k, v in uninterrupted[2].items() if k != "state"}
+    assert_equal(files, uninterrupted | {2: checkpoint_2})
