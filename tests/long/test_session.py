@@ -1,8 +1,8 @@
 """A run that is killed with `kill -9` at any point and resumed ends like an uninterrupted run.
 
 Each run is a separate process (tests/train_toy.py) that kills itself at a given place in a given
-step. After it is resumed, its files must equal those of an uninterrupted run byte for byte: metrics,
-trajectories, evaluations, checkpoints. It must leave no additional file.
+step. After it is resumed, its files must equal those of an uninterrupted run byte for byte:
+metrics, trajectories, evaluations, checkpoints. It must not leave additional files.
 """
 
 import hashlib
