@@ -43,11 +43,11 @@ class Wire:
     shows_task_at_create = False  # the answer of /create already holds an observation
     has_score = False  # the answers of /reset and /step also hold info["score"], as "score"
     points = 1  # a full return over HTTP; SciWorld counts to 100
-    solved_from = 1.0  # AgentGym does not report success: it is an end with at least this return
+    min_success_return = 1.0  # AgentGym does not report success, so we infer it from the return
     # Additional paths: /name -> (GET or POST, the method of the environment that answers), or
     # (STEP, a method that returns a dict, which is added to the answer of a step).
     paths: Mapping[str, tuple[str, str]] = {}
-    pays_once = False  # the first reward ends the episode; AgentGym's server may continue after it
+    first_reward_ends = False  # our client ends an episode of AgentGym's server at its first reward
 
     def root(self) -> Any:
         return f"This is environment {self.title}." if self.title else "This is an environment."
@@ -99,9 +99,9 @@ class Wire:
             terminated = _flag(answer, "terminated")
         else:
             terminated = _flag(answer, "done") and not truncated
-            terminated |= self.pays_once and reward > 0
+            terminated |= self.first_reward_ends and reward > 0
         # AgentGym's answers do not contain "info".
-        info = {"success": terminated and score > self.solved_from - 1e-9, "score": score}
+        info = {"success": terminated and score > self.min_success_return - 1e-9, "score": score}
         if isinstance(answer.get("info"), Mapping):
             info |= answer["info"]
         _flag(info, "success")

@@ -1,5 +1,5 @@
-"""BabyAI: the same texts everywhere, AgentGym's numbers, actions that do what they say,
-an oracle that wins, ends, recovers and disturbs nothing."""
+"""BabyAI: AgentGym's task numbers, text actions, minigrid's verdicts, and an oracle that wins,
+recovers from random play and does not change the episode."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-if os.environ.get("CI") != "true":  # there a missing one is an error
+if os.environ.get("CI") != "true":  # in CI a missing package is an error
     pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
 
 from minigrid.core.world_object import Ball, Door, Key, Wall
@@ -40,13 +40,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def put(level: Level, thing, ahead: int, right: int = 0) -> None:
-    """Places a thing relative to the agent."""
+    """Place an object at this position relative to the agent."""
     level.env.put_obj(thing, *View(level).absolute((ahead, right, 0))[0])
 
 
 def empty_room(direction: int = 0) -> Level:
-    """Level 1's room with nothing but the red ball of the goal, at (2, 2), and the agent at (3, 3);
-    directions are 0 right, 1 down, 2 left, 3 up."""
+    """The room of level 1 with only the goal, a red ball at (2, 2), and the agent at (3, 3).
+    Directions: 0 right, 1 down, 2 left, 3 up."""
     level = Level(1, 0)
     for x in range(1, 7):
         for y in range(1, 7):
@@ -58,7 +58,7 @@ def empty_room(direction: int = 0) -> Level:
 
 
 def goal_at(level: Level, ahead: int, right: int) -> None:
-    """Moves the red ball of the goal there."""
+    """Move the red ball of the goal to this position relative to the agent."""
     description = level.env.instrs.desc
     ball = description.obj_set[0]
     level.env.grid.set(*ball.cur_pos, None)
@@ -66,7 +66,7 @@ def goal_at(level: Level, ahead: int, right: int) -> None:
     description.obj_poss = [ball.cur_pos]
 
 
-def test_a_task_index_names_a_level_and_a_seed_as_agentgym_counts_them():
+def test_task_indices_are_agentgyms_levels_and_seeds():
     assert len(LEVELS) == len(set(LEVELS)) == 40
     for number, name in {1: "GoToRedBallGrey-v0", 23: "PutNextS7N4Carrying-v0"}.items():
         assert LEVELS[number - 1] == "BabyAI-" + name
@@ -75,7 +75,7 @@ def test_a_task_index_names_a_level_and_a_seed_as_agentgym_counts_them():
     assert level_and_seed(83) == (4, 2)
 
 
-def test_without_minigrid_the_class_works_for_trainers_and_reset_says_what_to_do():
+def test_a_trainer_can_use_the_class_without_minigrid_and_reset_names_the_remedy():
     program = (
         "import sys\n"
         "for name in ('minigrid', 'gymnasium', 'PIL', 'numpy'): sys.modules[name] = None\n"
@@ -85,20 +85,20 @@ def test_without_minigrid_the_class_works_for_trainers_and_reset_says_what_to_do
         "env().reset(0)\n"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "90 go to red ball 1\n"
-    said = "BabyAI needs gymnasium, which is not installed; run `make setup ENV=babyai`\n"
-    assert done.stderr.endswith(said)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.stdout == "90 go to red ball 1\n"
+    message = "BabyAI needs gymnasium, which is not installed; run `make setup ENV=babyai`\n"
+    assert process.stderr.endswith(message)
 
 
-def test_the_oracle_plays_and_explains_a_whole_episode():
+def test_the_oracle_plays_and_explains_an_episode():
     env = BabyAI()
     assert env.reset(25).startswith("Your goal: open the door\nYou see: no objects.\n")
-    moves, observation = [], ""
+    turns, observation = [], ""
     while env.available_actions():
-        moves.append(env.oracle())
-        observation, reward, *_ = env.step(moves[-1][1])
-    assert moves == [
+        turns.append(env.oracle())
+        observation, reward, *_ = env.step(turns[-1][1])
+    assert turns == [
         ("I do not see the door, so I turn right to look for it.", "turn right"),
         ("There may be a key in yellow box 1, so I go to yellow box 1.", "go to yellow box 1"),
         ("There may be a key in yellow box 1, so I toggle.", "toggle"),
@@ -118,37 +118,37 @@ def test_the_oracle_plays_and_explains_a_whole_episode():
     assert env.state_for_people()["success"]
 
 
-def test_every_available_action_works_and_what_is_not_available_changes_nothing():
+def test_available_actions_work_and_other_actions_change_nothing():
     generator = random.Random(2)
-    tried = Counter()
+    counts = Counter()
     for number in range(1, 41, 4):
         level = Level(number, 1)
         for _ in range(4):
             view = View(level)
             actions = available(level, view)
             assert len(set(actions)) == len(actions) and actions.pop() == CHECK
-            every = {*actions, "move forward", "toggle", "drop"}
+            candidates = {*actions, "move forward", "toggle", "drop"}
             for verb in ("go to", "pickup", "go through", "toggle and go through"):
-                every |= {f"{verb} {seen.name}" for seen in view.objects}
-            for action in sorted(every):
+                candidates |= {f"{verb} {entry.name}" for entry in view.objects}
+            for action in sorted(candidates):
                 replay = Level(number, 1)
                 for primitive in level.history:
                     replay.act(primitive)
                 try:
                     perform(replay, View(replay), action)
                 except Impossible:
-                    assert action not in actions and shape(replay) == shape(level)
+                    assert action not in actions and state_of(replay) == state_of(level)
                 else:
                     assert action in actions and len(replay.history) > len(level.history)
-                tried[action.split()[0], action in actions] += 1
+                counts[action.split()[0], action in actions] += 1
             perform(level, view, generator.choice(actions))
             if level.is_over:
                 break
     for verb in ("pickup", "toggle", "move", "drop", "go"):
-        assert min(tried[verb, True], tried[verb, False]) > 3, (verb, tried)
+        assert min(counts[verb, True], counts[verb, False]) > 3, (verb, counts)
 
 
-def test_what_stands_behind_a_door_stops_the_walk_in_the_doorway():
+def test_an_object_behind_a_door_stops_the_walk_in_the_doorway():
     level = empty_room()
     for right in (-2, -1, 1, 2, 3):
         put(level, Wall("grey"), 2, right)
@@ -170,18 +170,18 @@ def test_a_walk_stops_when_the_mission_ends_or_the_steps_are_used_up():
     assert observation == "You stop on the way to red ball 1.\nAll 3 steps are used up."
     assert (reward, terminated, truncated, info["success"]) == (0.0, False, True, False)
     assert env.state_for_people()["steps"] == 3
-    level = empty_room()  # a walk past the goal, one step ahead of it for a moment
+    level = empty_room()  # a walk past the goal, which is one step ahead for a moment
     goal_at(level, 2, 0)
     put(level, Key("blue"), 2, 1)
     assert perform(level, View(level), "go to blue key 1") == "You stop on the way to blue key 1."
     assert level.history == [FORWARD] and level.terminated and level.reward > 0
-    level = empty_room()  # and one to a goal that is faced already
+    level = empty_room()  # a walk to a goal that the agent faces already
     goal_at(level, 1, 0)
     assert perform(level, View(level), "go to red ball 1") == "You go to red ball 1."
     assert level.history == [DONE] and level.terminated and level.reward > 0
 
 
-def test_an_impossible_action_says_why_and_costs_nothing():
+def test_an_impossible_action_gives_the_reason_and_costs_nothing():
     env = BabyAI()
     env.reset(0)
     actions = json.dumps(env.available_actions())
@@ -198,7 +198,7 @@ def test_an_impossible_action_says_why_and_costs_nothing():
 
 
 def open_door(level: Level, color: str) -> None:
-    """Toggles the door of that color, with the agent put in front of it."""
+    """Put the agent in front of the door of this color and toggle the door."""
     env = level.env
     (door,) = [t for t in env.grid.grid if isinstance(t, Door) and t.color == color]
     (x, y), room = door.cur_pos, env.room_from_pos(*level.position)
@@ -213,25 +213,26 @@ def order_of_doors(level: Level) -> list[str]:
     return [part.desc.color for part in remaining_parts(level.env.instrs)]
 
 
-def test_the_first_correct_door_of_two_does_not_fail_the_mission_and_a_wrong_one_does():
+def test_only_a_wrong_door_fails_a_mission_of_two_doors():
     kinds = set()
     for seed in range(30):
-        level, wrong = Level(16, seed), Level(16, seed)
+        level, wrong_level = Level(16, seed), Level(16, seed)
         if len(doors := order_of_doors(level)) < 2:
             continue
-        raw = level.env.instrs
-        kinds.add(type(raw).__name__)
+        instructions = level.env.instrs
+        kinds.add(type(instructions).__name__)
         open_door(level, doors[0])
-        assert not level.is_over and "failure" in (raw.a_done, raw.b_done)  # minigrid's own verdict
+        verdicts = (instructions.a_done, instructions.b_done)
+        assert not level.is_over and "failure" in verdicts  # minigrid's verdict is wrong
         assert order_of_doors(level) == doors[1:]
         open_door(level, doors[1])
         assert level.terminated and level.reward > 0.9
-        open_door(wrong, doors[1])
-        assert wrong.terminated and wrong.reward == 0, seed
+        open_door(wrong_level, doors[1])
+        assert wrong_level.terminated and wrong_level.reward == 0, seed
     assert kinds == {"BeforeInstr", "AfterInstr"}
 
 
-def test_the_server_speaks_agentgyms_wire():
+def test_the_server_answers_with_agentgyms_fields():
     with TestClient(create_app("babyai", first_id=0)) as client:
         assert client.get("/").json() == "This is environment BabyAI."
         assert client.post("/create").json() == {"id": 0}
@@ -240,8 +241,8 @@ def test_the_server_speaks_agentgyms_wire():
         assert answer.pop("observation").startswith("Your goal: go to the red ball\nYou see: ")
         start = {"reward": 0, "score": 0, "done": False, "deleted": False}
         assert (start | {"subtask": "GoTo"}).items() <= answer.items()
-        shown = client.get("/observation", params={"id": 0}).json()
-        assert shown.keys() == {"observation", *start} and start.items() <= shown.items()
+        answer = client.get("/observation", params={"id": 0}).json()
+        assert answer.keys() == {"observation", *start} and start.items() <= answer.items()
         picture = client.post("/render", json={"id": 0}).json()
         assert picture.startswith("data:image/png;base64,")
         action = client.get("/oracle", params={"id": 0}).json()["action"]
@@ -263,11 +264,11 @@ def test_the_id_lists_have_agentgyms_sizes_and_subtasks_and_share_no_seed():
 
 # ---- the oracle
 
-LONGEST = 100  # the longest of the 400 has 78
+LONGEST = 100  # the longest of 400 episodes has 78 turns
 
 
 def solve(env: BabyAI) -> bool:
-    """Plays the oracle to the end of a running episode; whether it wins."""
+    """Play the oracle to the end of a running episode; return whether it wins."""
     num_turns = 0
     while env.available_actions():
         num_turns += 1
@@ -280,15 +281,15 @@ def solve(env: BabyAI) -> bool:
     return env.state_for_people()["success"]
 
 
-def shape(level: Level) -> tuple:
-    """All that can be seen of a level."""
+def state_of(level: Level) -> tuple:
+    """The state of a level, for comparisons."""
     carrying = level.env.carrying and level.env.carrying.encode()
     grid = level.env.grid.encode().tolist()
     return level.position, level.direction, carrying, grid, level.history, level.env.step_count
 
 
-# In level 29 with seed 4 minigrid's bot would plan for ever for the nearest locked door, though the
-# only key that it knows is for the other one.
+# In level 29 with seed 4, minigrid's bot would plan for ever to open the nearest locked door: the
+# only key that it knows fits another one.
 @pytest.mark.parametrize(("number", "seed"), [*((n, 9) for n in range(1, 41)), (29, 4)])
 def test_the_oracle_solves_a_task_of_every_level(number, seed):
     env = BabyAI()
@@ -296,7 +297,7 @@ def test_the_oracle_solves_a_task_of_every_level(number, seed):
     assert solve(env)
 
 
-def test_a_mission_that_can_no_longer_be_won_is_given_up_with_an_error_of_our_own():
+def test_the_oracle_raises_an_error_if_the_mission_cannot_be_won_any_more():
     env = BabyAI()
     assert env.reset(task_index_of(17, 1)).startswith("Your goal: pick up a grey box\n")
     while "toggle" not in env.available_actions():
@@ -307,24 +308,24 @@ def test_a_mission_that_can_no_longer_be_won_is_given_up_with_an_error_of_our_ow
     assert env.step("turn left")[0].startswith("You turn left.")
 
 
-def test_asking_changes_neither_the_episode_nor_later_answers():
-    asked, silent = BabyAI(), BabyAI()
+def test_asking_the_oracle_changes_neither_the_episode_nor_later_answers():
+    env, unasked_env = BabyAI(), BabyAI()
     for number in (6, 16, 22, 23, 25, 28):
-        first = asked.reset(task_index_of(number, 4))
-        assert first == silent.reset(task_index_of(number, 4))
+        observation = env.reset(task_index_of(number, 4))
+        assert observation == unasked_env.reset(task_index_of(number, 4))
         for _ in range(12):
-            if not asked.available_actions():
+            if not env.available_actions():
                 break
-            before = shape(asked._level)
-            answer = asked.oracle()
-            assert answer == asked.oracle() and shape(asked._level) == before
-            assert asked.step(answer[1]) == silent.step(answer[1])
-        if silent.available_actions():  # asked for the first time, in the middle
-            assert silent.oracle() == asked.oracle()
+            state = state_of(env._level)
+            answer = env.oracle()
+            assert answer == env.oracle() and state_of(env._level) == state
+            assert env.step(answer[1]) == unasked_env.step(answer[1])
+        if unasked_env.available_actions():  # the first question, in the middle of the episode
+            assert unasked_env.oracle() == env.oracle()
 
 
 def num_solved_after_random_play(numbers, seed) -> int:
-    """In how many of these levels the oracle wins after ten random actions."""
+    """Number of these levels in which the oracle wins after ten random actions."""
     num_solved = 0
     for number in numbers:
         generator, env = random.Random(f"{number} {seed}"), BabyAI()

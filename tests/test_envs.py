@@ -1,4 +1,4 @@
-"""Worlds are found, a folder in envs/ or a class anywhere, with their numbers and id lists."""
+"""get_env and load_tasks: environments in envs/ or anywhere on PYTHONPATH, and their id lists."""
 
 import json
 import re
@@ -51,8 +51,8 @@ World = Coin
 
 
 @pytest.fixture
-def far(tmp_path, monkeypatch):
-    """The world `far.coin:Coin` in a fresh folder on PYTHONPATH; its file."""
+def coin_file(tmp_path, monkeypatch):
+    """The file of the environment `far.coin:Coin`, in a new folder on PYTHONPATH."""
     (tmp_path / "far" / "ids").mkdir(parents=True)
     for split, indices in {"train": (0, 1, 2), "test": (3,)}.items():
         ids = [{"item_id": f"coin_{index}"} for index in indices]
@@ -66,13 +66,13 @@ def far(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-# ---- which worlds there are
+# ---- environments
 
 
-def test_a_folder_is_a_world_and_the_first_three_keep_their_order(tmp_path):
-    first = [*envs.ENVS][:3]
-    assert first == ["textcraft", "babyai", "sciworld"]
-    assert [settings_of(env).horizon for env in first] == [30, 20, 30]
+def test_every_folder_is_an_environment_and_the_first_three_keep_their_order(tmp_path):
+    first_names = [*envs.ENVS][:3]
+    assert first_names == ["textcraft", "babyai", "sciworld"]
+    assert [settings_of(env).horizon for env in first_names] == [30, 20, 30]
     for name in ("zoo", "sciworld", "textcraft", "maze"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
@@ -83,15 +83,15 @@ def test_a_folder_is_a_world_and_the_first_three_keep_their_order(tmp_path):
     }
 
 
-def test_every_world_has_what_the_list_asks_for_and_speaks_as_it_reads():
+def test_every_environment_has_the_required_members_and_parses_what_it_says():
     for env in envs.ENVS:
-        world = get_env(env)
-        assert [name for name in REQUIRED if not hasattr(world, name)] == []
+        env_class = get_env(env)
+        assert [name for name in REQUIRED if not hasattr(env_class, name)] == []
         action = {"searchqa": "<search> red ball </search>"}.get(env, "go to red ball 1")
-        assert world.parse(world.say("It may help.", action)) == action
+        assert env_class.parse(env_class.say("It may help.", action)) == action
 
 
-def test_a_world_outside_is_found_served_and_played_under_its_own_name(far):
+def test_an_environment_outside_the_repository_is_listed_served_and_played(coin_file):
     env = "far.coin:Coin"
     assert env_name(env) == "coin" == settings_of(env).id_prefixes[0]
     assert [task.task_id for task in load_tasks(env)] == [f"coin_{index}" for index in range(4)]
@@ -113,7 +113,7 @@ def test_a_world_outside_is_found_served_and_played_under_its_own_name(far):
         ("pathlib:Path", "the class lacks PROMPT, WIRE, .*oracle"),
     ],
 )
-def test_a_world_that_is_not_there_is_refused_in_one_line(far, name, message):
+def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
     with pytest.raises(ValueError, match=message) as error:
         get_env(name)
     assert "\n" not in str(error.value)
@@ -129,11 +129,9 @@ def test_a_world_that_is_not_there_is_refused_in_one_line(far, name, message):
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
     ],
 )
-def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
-    far, old, new, message
-):
+def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new, message):
     assert old in COIN
-    far.write_text(COIN.replace(old, new))
+    coin_file.write_text(COIN.replace(old, new))
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         get_env("far.coin:Coin")
     assert str(error.value).startswith("environment far.coin:Coin: ")
@@ -141,7 +139,7 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("asked", "old", "new", "message"),
+    ("method", "old", "new", "message"),
     [
         ("state", "return {}", "return {'x': {1}}", "JSON cannot hold a set"),
         ("oracle", '"It is always heads.", "heads"', '"ba"', "returns 'ba'; expected a thought"),
@@ -157,35 +155,35 @@ def test_a_class_that_is_otherwise_than_the_list_asks_is_refused_in_one_line(
         ("step", 'action == "heads",', "1,", "info['success'] as int"),
     ],
 )
-def test_what_a_world_must_not_answer_is_its_own_failure_and_said(far, asked, old, new, message):
+def test_an_invalid_result_is_a_failure_of_the_environment(coin_file, method, old, new, message):
     assert old in COIN
-    far.write_text(COIN.replace(old, new))
+    coin_file.write_text(COIN.replace(old, new))
     with connect("far.coin:Coin", "local") as client:
         client.reset(0)
         with pytest.raises(EnvServerError, match=re.escape(message)):
-            client.step("Action: heads") if asked == "step" else getattr(client, asked)()
+            client.step("Action: heads") if method == "step" else getattr(client, method)()
         client.reset(0)
-        if asked != "step":  # what was asked changes nothing
+        if method != "step":  # the other methods do not change the episode
             assert client.step("Action: heads").terminated
 
 
-def test_a_folder_of_worlds_may_be_named_from_where_one_stands(far, monkeypatch):
-    """The server of a run is another process in another folder."""
-    monkeypatch.chdir(far.parent.parent.parent)
-    monkeypatch.setenv("PYTHONPATH", far.parent.parent.name)
+def test_the_path_to_an_environment_may_be_relative(coin_file, monkeypatch):
+    """The server of a run is another process, in another folder."""
+    monkeypatch.chdir(coin_file.parent.parent.parent)
+    monkeypatch.setenv("PYTHONPATH", coin_file.parent.parent.name)
     with local_server("far.coin:Coin") as url, connect("far.coin:Coin", url) as client:
         assert client.reset(0) == "Coin 0 is thrown."
-    assert f"PYTHONPATH={far.parent.parent} " in python_command()
+    assert f"PYTHONPATH={coin_file.parent.parent} " in python_command()
 
 
-# ---- which id list is meant
+# ---- id lists
 
 
 class Search(Letters):
     ID_PREFIXES = ("nq", "2wiki_multi")
 
 
-def test_a_world_may_allow_other_prefixes(tmp_path):
+def test_an_environment_may_allow_other_prefixes_of_task_ids(tmp_path):
     path = tmp_path / "some.json"
     path.write_text('[{"item_id": "nq_5"}, {"item_id": "2wiki_multi_1"}]')
     with registered(Search, "search"):
@@ -217,7 +215,7 @@ def test_load_tasks_keeps_the_order_and_filters_subtasks(tmp_path):
         ("[]", "no task left"),
     ],
 )
-def test_a_bad_id_list_is_refused_in_one_line_that_names_the_file(tmp_path, content, message):
+def test_a_bad_id_list_is_a_one_line_error_that_names_the_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -234,7 +232,7 @@ def test_misuse_of_load_tasks_names_the_choices():
         load_tasks("textcraft", file="absent.json")
 
 
-def test_a_worlds_own_list_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_the_lists_of_an_environment_can_be_named_in_any_folder(tmp_path, monkeypatch):
     expected = load_tasks("babyai", "train")
     monkeypatch.chdir(tmp_path)
     paths = ("ids/babyai_train.json", "/elsewhere/ids/babyai_train.json")
@@ -245,13 +243,13 @@ def test_a_worlds_own_list_is_found_from_any_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("env", ["textcraft", "babyai"])
-def test_misuse_of_an_episode_has_its_own_errors(env):
+def test_a_bad_task_index_and_a_missing_reset_raise_their_errors(env):
     if settings_of(env).package:
         pytest.importorskip(settings_of(env).package)
-    world = get_env(env)()
-    for index in (-1, 10**30):  # it does not wrap around
+    session = get_env(env)()
+    for index in (-1, 10**30):  # a negative index must not count from the end
         with pytest.raises(TaskIndexError, match=f"{index} does not exist"):
-            world.reset(index)
-    for ask in (world.oracle, world.available_actions, world.state_for_people):
+            session.reset(index)
+    for method in (session.oracle, session.available_actions, session.state_for_people):
         with pytest.raises(NotResetError):
-            ask()
+            method()

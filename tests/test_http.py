@@ -24,24 +24,24 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
 @contextlib.contextmanager
-def serving(*pieces, pause_s=0.0, stays=False, asked=None):
-    """The URL of a server that answers everything with these bytes. It then hangs up, unless it
-    `stays`; requests are appended to `asked`."""
-    asked = [] if asked is None else asked
+def serve_bytes(*pieces, pause_s=0.0, keeps_open=False, requests=None):
+    """The URL of a server that answers every request with these bytes, then closes the connection
+    unless `keeps_open`. Appends the requests to `requests`."""
+    requests = [] if requests is None else requests
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
 
     def handle(connection):
         with contextlib.suppress(OSError), connection:
             while request := connection.recv(1 << 16):
-                asked.append(request)
+                requests.append(request)
                 for piece in pieces:
                     connection.sendall(piece)
                     time.sleep(pause_s)
-                if not stays:
+                if not keeps_open:
                     connection.shutdown(socket.SHUT_WR)
 
     def accept():
-        with contextlib.suppress(OSError):  # until it is closed
+        with contextlib.suppress(OSError):  # raised when the listener is closed
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=handle, args=(connection,), daemon=True).start()
@@ -54,7 +54,7 @@ def serving(*pieces, pause_s=0.0, stays=False, asked=None):
         listener.close()
 
 
-def whole(body):
+def response(body):
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -67,35 +67,35 @@ def whole(body):
         (HEAD + b"Content-Length: 700\r\n\r\n[1,2]", ConnectionLost, "IncompleteRead"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[1", ConnectionLost, "Incomplete|Error"),
     ],
-    ids=["10 MB", "no HTTP", "hung up", "cut", "cut in a chunk"],
+    ids=["10 MB", "not HTTP", "connection closed", "truncated", "truncated in a chunk"],
 )
 def test_a_bad_answer_is_one_named_error(answer, kind, message):
-    with serving(answer) as url, pytest.raises(ExchangeError, match=message) as caught:
+    with serve_bytes(answer) as url, pytest.raises(ExchangeError, match=message) as error:
         HttpClient(url, 20.0).ask("GET", "/")
-    assert type(caught.value) is kind and "\n" not in str(caught.value)
+    assert type(error.value) is kind and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("start", "drip"), [(HEAD + b"\r\n", b"x"), (HEAD, b"X: y\r\n")])
-def test_the_time_out_is_of_the_whole_answer(start, drip):
-    """A socket's own time-out would begin again with every byte."""
-    slow = serving(start, *[drip] * 90, pause_s=0.1)
+@pytest.mark.parametrize(("start", "piece"), [(HEAD + b"\r\n", b"x"), (HEAD, b"X: y\r\n")])
+def test_the_time_out_covers_the_complete_answer(start, piece):
+    """A time-out of the socket would restart with every byte."""
+    slow = serve_bytes(start, *[piece] * 90, pause_s=0.1)
     with slow as url, pytest.raises(ExchangeTimeout, match="no answer within 0.5 s"):
         HttpClient(url, 0.5).ask("GET", "/")
 
 
-def test_many_threads_share_a_line_and_its_connections(monkeypatch):
-    with serving(whole(b"{}"), stays=True) as url, ThreadPoolExecutor(8) as threads:
+def test_threads_share_a_client_and_reuse_its_idle_connections(monkeypatch):
+    with serve_bytes(response(b"{}"), keeps_open=True) as url, ThreadPoolExecutor(8) as threads:
         client = HttpClient(url, 20.0)
         answers = list(threads.map(lambda n: client.ask("GET", f"/{n}").body, range(100)))
         assert answers == [b"{}"] * 100 and 1 <= len(client._idle) <= 8
-        before = len(client._idle)
+        num_idle = len(client._idle)
         client.ask("GET", "/")
-        assert len(client._idle) == before, "a connection was used again"
+        assert len(client._idle) == num_idle, "a connection is reused"
         monkeypatch.setattr("envs.http.IDLE_CONNECTION_S", 0.0)
         client.ask("GET", "/")
-        assert len(client._idle) == 1, "those that were idle for too long are dropped"
+        assert len(client._idle) == 1, "connections that were idle for too long are closed"
         client.close()
-    with serving(whole(b"{}")) as url:  # closes each connection after its answer, unannounced
+    with serve_bytes(response(b"{}")) as url:  # closes a connection after its answer
         client = HttpClient(url, 20.0)
         for _ in range(3):
             assert client.ask("GET", "/").body == b"{}"
@@ -103,21 +103,21 @@ def test_many_threads_share_a_line_and_its_connections(monkeypatch):
                 time.sleep(0.01)
 
 
-def test_a_proxy_is_asked_for_the_whole_address_with_its_password():
-    asked = []
-    with serving(whole(b"{}"), asked=asked) as proxy:
+def test_a_proxy_gets_the_complete_address_and_its_password():
+    requests = []
+    with serve_bytes(response(b"{}"), requests=requests) as proxy:
         proxy_url = proxy.replace("//", "//me:pa%20ss@")
         client = HttpClient("http://example.invalid", 5.0, proxy_url=proxy_url)
         assert client.ask("GET", "/v1").body == b"{}"
         client.close()
-        with pytest.raises(ConnectionLost):  # what answers there speaks no TLS
+        with pytest.raises(ConnectionLost):  # this server does not speak TLS
             HttpClient("https://example.invalid", 5.0, proxy_url=proxy).ask("GET", "/v1")
-    assert asked[0].startswith(b"GET http://example.invalid/v1 HTTP/1.1\r\n")
-    assert b"Proxy-Authorization: Basic bWU6cGEgc3M=\r\n" in asked[0]
-    assert asked[1].startswith(b"CONNECT example.invalid:443 HTTP/1.")
+    assert requests[0].startswith(b"GET http://example.invalid/v1 HTTP/1.1\r\n")
+    assert b"Proxy-Authorization: Basic bWU6cGEgc3M=\r\n" in requests[0]
+    assert requests[1].startswith(b"CONNECT example.invalid:443 HTTP/1.")
 
 
-def test_the_users_proxy_is_found_and_not_for_what_it_leaves_out(monkeypatch):
+def test_the_proxy_comes_from_the_environment_variables_and_no_proxy_is_respected(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
@@ -137,12 +137,12 @@ def test_the_users_proxy_is_found_and_not_for_what_it_leaves_out(monkeypatch):
         ("", "Expecting value"),
     ],
 )
-def test_json_that_cannot_be_used_is_refused(text, message):
+def test_unusable_json_is_an_error(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text.encode())
 
 
-def test_half_characters_are_replaced_wherever_they_stand_and_whole_ones_kept():
+def test_half_surrogate_pairs_are_replaced_everywhere_and_complete_ones_kept():
     text = r'{"a": ["\ud83d", {"b\udc00": "x \ud83d\ude00"}], "n": [1, 1.5, null]}'
     assert parse(text.encode()) == {"a": ["�", {"b�": "x 😀"}], "n": [1, 1.5, None]}
 
@@ -157,7 +157,7 @@ def test_half_characters_are_replaced_wherever_they_stand_and_whole_ones_kept():
         ("http://h:99999", "expected http://HOST:PORT"),
     ],
 )
-def test_a_wrong_address_is_refused_and_a_secret_in_it_is_not_repeated(url, message):
-    with pytest.raises(ValueError, match=f"--api-base.*{message}") as caught:
+def test_a_bad_address_is_an_error_that_does_not_repeat_its_secret(url, message):
+    with pytest.raises(ValueError, match=f"--api-base.*{message}") as error:
         checked_url(url, "--api-base")
-    assert "s3cret" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "s3cret" not in str(error.value) and "\n" not in str(error.value)

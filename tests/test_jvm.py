@@ -1,4 +1,4 @@
-"""Java processes: seats are spread, what dies or hangs is replaced, nothing outlives us."""
+"""Java processes: seats are distributed, dead or hanging ones are replaced, none outlives us."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ PATIENT_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _java():
-    """A skip, or with CI=true an error, where Java or ScienceWorld is missing."""
+    """Skip the tests if Java or ScienceWorld is missing; with CI=true that is an error."""
     try:
         jvm.find_jar(), jvm.find_java()
     except JavaMissing as error:
@@ -28,17 +28,17 @@ def _java():
 
 
 @pytest.fixture(scope="module")
-def two():
-    """Two processes, patient while they start and load classes: a second on a quiet machine, many
-    on a busy one."""
+def pool():
+    """A pool of two processes. The time limit is long, because starting and loading classes takes
+    a second on a quiet machine and much more on a busy one."""
     pool = JvmPool(2, heap="256m", time_limit_s=PATIENT_S)
     yield pool
     pool.close()
 
 
-def look(world):
-    world.load("find-plant", 0, "", False)
-    return world.step("look around")
+def look(sim):
+    sim.load("find-plant", 0, "", False)
+    return sim.step("look around")
 
 
 def is_running(pid: int) -> bool:
@@ -48,46 +48,47 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_seats_are_spread_and_a_killed_process_is_replaced_while_the_other_goes_on(two):
-    seats = [two.seat() for _ in range(4)]
-    a, b = seats[:2]
-    assert [seat.jvm for seat in seats] == [a.jvm, b.jvm, a.jvm, b.jvm] and a.jvm is not b.jvm
+def test_seats_are_distributed_and_a_killed_process_is_replaced_without_harm_to_the_other(pool):
+    seats = [pool.seat() for _ in range(4)]
+    first, second = seats[:2]
+    assert [seat.jvm for seat in seats] == [first.jvm, second.jvm] * 2
+    assert first.jvm is not second.jvm
     seats.pop().release()
-    seats.append(two.seat())
-    assert seats[-1].jvm is b.jvm
-    assert b.call(look)
-    a.jvm.process.kill()
+    seats.append(pool.seat())
+    assert seats[-1].jvm is second.jvm
+    assert second.call(look)
+    first.jvm.process.kill()
     for _ in range(2):
         with pytest.raises(JvmLost, match="the Java process of this session died with -9"):
-            a.call(look)
-    assert a.is_lost and not b.is_lost
-    assert b.call(lambda world: world.step("inventory")).startswith("In your inventory")
-    a.release()
-    new = two.seat()
-    assert new.jvm is not a.jvm and new.jvm is not b.jvm and new.call(look)
-    for seat in (*seats[1:], new):
+            first.call(look)
+    assert first.is_lost and not second.is_lost
+    assert second.call(lambda sim: sim.step("inventory")).startswith("In your inventory")
+    first.release()
+    replacement = pool.seat()
+    assert replacement.jvm not in (first.jvm, second.jvm) and replacement.call(look)
+    for seat in (*seats[1:], replacement):
         seat.release()
 
 
-def test_a_process_that_hangs_is_killed_after_the_time_limit_and_replaced(two):
-    seat = two.seat()
+def test_a_process_that_hangs_is_killed_after_the_time_limit_and_replaced(pool):
+    seat = pool.seat()
     assert seat.call(look)
     client = seat.jvm._gateway._gateway_client
-    seat.jvm._time_limit_s = client.gateway_parameters.read_timeout = 1.0  # warm by now
+    seat.jvm._time_limit_s = client.gateway_parameters.read_timeout = 1.0  # classes are loaded
     client.deque.clear()  # connections with the old limit
     os.kill(seat.jvm.process.pid, signal.SIGSTOP)
-    started = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(JvmLost, match="gave no answer within 1 s and was killed"):
         seat.call(look)
-    assert 0.9 < time.monotonic() - started < 20
+    assert 0.9 < time.monotonic() - start_time < 20
     assert not is_running(seat.jvm.process.pid)
     seat.release()
-    seat = two.seat()
+    seat = pool.seat()
     assert seat.call(look)
     seat.release()
 
 
-def test_what_is_missing_or_wrong_is_named(monkeypatch):
+def test_a_java_that_does_not_start_and_a_bad_setting_are_clear_errors(monkeypatch):
     with pytest.raises(JavaMissing, match="did not start: .*initialization of VM"):
         JvmPool(1, heap="99999999g").seat()
     monkeypatch.setenv("SCIWORLD_HEAP", "lots")
@@ -95,7 +96,7 @@ def test_what_is_missing_or_wrong_is_named(monkeypatch):
         JvmPool.from_environment()
 
 
-def test_no_java_process_outlives_us_even_when_we_are_killed():
+def test_a_java_process_ends_with_us_even_if_we_are_killed():
     program = (
         "import time\n"
         "from envs.sciworld.jvm import JvmPool\n"
@@ -105,11 +106,11 @@ def test_no_java_process_outlives_us_even_when_we_are_killed():
         "time.sleep(60)\n"
     )
     run = [sys.executable, "-c", program]
-    with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
-        pid = int(owner.stdout.readline())
+    with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
         assert is_running(pid)
-        owner.kill()
-        give_up_at = time.monotonic() + 10
-        while is_running(pid) and time.monotonic() < give_up_at:
+        parent.kill()
+        deadline = time.monotonic() + 10
+        while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not is_running(pid)

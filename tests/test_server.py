@@ -1,4 +1,4 @@
-"""The environment server: AgentGym's wire, isolation, limits, and errors that say what to do."""
+"""The environment server: AgentGym's wire format, separate sessions, limits and clear errors."""
 
 import asyncio
 import contextlib
@@ -44,38 +44,38 @@ def assert_error(response, status, error, hint=""):
     assert error in body["error"] and hint in body["hint"] and body["hint"]
 
 
-class SlowWorld(Letters):
-    """Its actions sleep or break; served from threads."""
+class SlowEnv(Letters):
+    """Its actions sleep or fail. It is not fast, so the server calls it in threads."""
 
     IS_FAST = False
     NUM_TURNS = 1000
-    live = 0
+    num_open = 0
 
     def __init__(self):
         super().__init__()
-        self.busy = threading.Lock()
-        type(self).live += 1
+        self.lock = threading.Lock()
+        type(self).num_open += 1
 
     def step(self, action):
-        assert self.busy.acquire(blocking=False), "two requests inside one session"
+        assert self.lock.acquire(blocking=False), "two requests inside one session"
         try:
             if action == "break":
-                raise RuntimeError("the world fell over")
+                raise RuntimeError("the environment fell over")
             if action.startswith("sleep "):
                 time.sleep(float(action.removeprefix("sleep ")))
             super().step(action)
             return str(self.turn), 0.25, False, action == "limit", {"success": False}
         finally:
-            self.busy.release()
+            self.lock.release()
 
     def close(self):
-        type(self).live -= 1
+        type(self).num_open -= 1
 
 
 @contextlib.contextmanager
-def slow_world(**options):
-    SlowWorld.live = 0
-    with TestClient(create_app("slow", env_class=SlowWorld, first_id=0, **options)) as client:
+def slow_env(**options):
+    SlowEnv.num_open = 0
+    with TestClient(create_app("slow", env_class=SlowEnv, first_id=0, **options)) as client:
         yield client
 
 
@@ -85,17 +85,17 @@ def start(client, task_index=0):
     return session_id
 
 
-# ---- the wire
+# ---- wire format
 
 
-def test_agentgyms_client_sequence_gets_the_paths_fields_and_types_it_expects(client):
+def test_agentgyms_client_gets_the_paths_fields_and_types_that_it_expects(client):
     assert client.get("/").json() == "This is environment TextCraft."
     for expected_id in (0, 1):
-        created = client.post("/create", json={"minecraft_dir": "agentenv_textcraft/"}).json()
-        assert set(created) == {"id", "observation", "done", "reward"}
-        assert created["id"] == expected_id and type(created["id"]) is int
-        assert created["observation"] == TextCraft().reset(expected_id)
-        assert created["done"] is False and created["reward"] == 0
+        answer = client.post("/create", json={"minecraft_dir": "agentenv_textcraft/"}).json()
+        assert set(answer) == {"id", "observation", "done", "reward"}
+        assert answer["id"] == expected_id and type(answer["id"]) is int
+        assert answer["observation"] == TextCraft().reset(expected_id)
+        assert answer["done"] is False and answer["reward"] == 0
     reset = client.post("/reset", json={"id": 0, "data_idx": 31}).json()
     assert reset["id"] == 0 and reset["done"] is False and reset["reward"] == 0
     assert reset["observation"] == TextCraft().reset(31)
@@ -104,8 +104,8 @@ def test_agentgyms_client_sequence_gets_the_paths_fields_and_types_it_expects(cl
     assert step["observation"] == "Got 4 crimson stem" == client.get("/observation?id=0").json()
     assert type(step["reward"]) is int and step["reward"] == 0 and step["done"] is False
     action = "craft 3 crimson hyphae using 4 crimson stem"
-    last = client.post("/step", json={"id": 0, "action": action}).json()
-    assert type(last["reward"]) is int and last["reward"] == 1 and last["done"] is True
+    final = client.post("/step", json={"id": 0, "action": action}).json()
+    assert type(final["reward"]) is int and final["reward"] == 1 and final["done"] is True
     assert client.get("/detail?id=0").json() == {
         "observation": "Crafted 3 minecraft:crimson_hyphae",
         "done": True,
@@ -114,13 +114,13 @@ def test_agentgyms_client_sequence_gets_the_paths_fields_and_types_it_expects(cl
     }
     assert client.post("/close", json={"id": 0}).json() is True
     assert client.post("/close", json={"id": 0}).json() is False
-    assert client.post("/create").json()["id"] == 2  # numbers are never used twice
+    assert client.post("/create").json()["id"] == 2  # a number is never reused
     assert client.post("/reset", json={"id": 2}).json()["observation"] == TextCraft().reset(0)
     health = client.get("/health").json()
     assert health["env"] == "textcraft" and health["live_sessions"] == 2
 
 
-def test_answers_also_carry_what_our_client_reads(client):
+def test_answers_also_have_the_fields_that_our_client_reads(client):
     session_id = start(client, 31)
     reset = client.post("/reset", json={"id": session_id, "data_idx": 31, "seed": 5}).json()
     assert reset["observation"] == TextCraft().reset(31, seed=5)
@@ -130,23 +130,23 @@ def test_answers_also_carry_what_our_client_reads(client):
     assert actions == ["get 4 crimson stem", "inventory"]
     oracle = client.get(f"/oracle?id={session_id}").json()
     assert set(oracle) == {"thought", "action"} and oracle["action"] == actions[0]
-    odd = client.post("/step", content=b'{"id": 0, "action": "\\ud800"}', headers=JSON)
-    assert odd.json()["observation"] == "Could not execute \ud800"  # half a surrogate pair
+    response = client.post("/step", content=b'{"id": 0, "action": "\\ud800"}', headers=JSON)
+    assert response.json()["observation"] == "Could not execute \ud800"
     step = client.post("/step", json={"id": session_id, "action": oracle["action"]}).json()
     assert step["info"] == {"success": False, "score": 0} and extras.items() <= step.items()
     state = client.get(f"/state?id={session_id}").json()
     assert state["inventory"] == {"crimson stem": 4} and state["num_turns"] == 2
 
 
-def test_a_world_counts_in_points_with_numpys_numbers_and_answers_paths_of_its_own():
+def test_a_wire_can_use_points_numpy_numbers_and_additional_paths():
     class PointsWire(Wire):
         has_score, points = True, 100
-        paths = {"/where": ("GET", "where"), "/both": ("STEP", "more")}
+        paths = {"/where": ("GET", "where"), "/both": ("STEP", "place")}
 
-    class Points(SlowWorld):
+    class Points(SlowEnv):
         WIRE = PointsWire()
         where = staticmethod(lambda: "here")
-        more = staticmethod(lambda: {"where": "here"})
+        place = staticmethod(lambda: {"where": "here"})
 
         def step(self, action):
             info = {"success": np.bool_(True), "score": np.int64(25)}
@@ -155,15 +155,15 @@ def test_a_world_counts_in_points_with_numpys_numbers_and_answers_paths_of_its_o
     with TestClient(create_app("points", env_class=Points)) as client:
         session_id = start(client)
         assert client.get(f"/where?id={session_id}").json() == "here"
-        both = client.post("/both", json={"id": session_id, "action": "x"}).json()
-        assert (both["reward"], both["score"], both["where"]) == (25, 25, "here")
-        assert (both["terminated"], both["info"]["success"]) == (False, True)
+        answer = client.post("/both", json={"id": session_id, "action": "x"}).json()
+        assert (answer["reward"], answer["score"], answer["where"]) == (25, 25, "here")
+        assert (answer["terminated"], answer["info"]["success"]) == (False, True)
 
 
-def test_what_all_sessions_share_is_opened_before_the_first_request_and_closed_at_the_end():
+def test_shared_resources_are_opened_before_the_first_request_and_closed_at_the_end():
     events = []
 
-    class Sharing(SlowWorld):
+    class Sharing(SlowEnv):
         open_shared = staticmethod(lambda: events.append("open"))
         close_shared = staticmethod(lambda: events.append("close"))
 
@@ -179,7 +179,7 @@ def test_what_all_sessions_share_is_opened_before_the_first_request_and_closed_a
 # ---- errors
 
 
-def test_what_there_is_not_is_404_and_what_comes_out_of_turn_409(client):
+def test_unknown_sessions_and_tasks_are_404_and_requests_in_the_wrong_order_409(client):
     def post(path, **fields):
         return client.post(path, json=fields)
 
@@ -192,8 +192,8 @@ def test_what_there_is_not_is_404_and_what_comes_out_of_turn_409(client):
     post("/reset", id=0, data_idx=31)
     post("/step", id=0, action="get 4 crimson stem")
     assert_error(post("/reset", id=0, data_idx=544), 404, "task index 544 does not exist")
-    last = post("/step", id=0, action="craft 3 crimson hyphae using 4 crimson stem")
-    assert last.json()["reward"] == 1, "the episode went on as it was"
+    final = post("/step", id=0, action="craft 3 crimson hyphae using 4 crimson stem")
+    assert final.json()["reward"] == 1, "the failed reset left the episode unchanged"
     assert_error(post("/step", id=0, action="inventory"), 409, "is over", "/reset")
     assert post("/reset", id=0, data_idx=31).status_code == 200
     assert post("/step", id=0, action="inventory").status_code == 200
@@ -209,17 +209,17 @@ def test_what_there_is_not_is_404_and_what_comes_out_of_turn_409(client):
         (b'{"id": ' + b"1" * 5000 + b', "action": "x"}', "JSON"),
     ],
 )
-def test_a_malformed_request_is_422_and_says_which_field(client, body, error):
+def test_a_malformed_request_is_422_and_names_the_field(client, body, error):
     assert_error(client.post("/step", content=body, headers=JSON), 422, error)
     assert_error(client.get("/observation?id=x"), 422, "id: expected int")
 
 
-def test_a_failure_of_the_world_is_500_named_and_stays_in_its_session():
-    with slow_world() as client:
+def test_a_failure_of_the_environment_is_500_and_stays_in_its_session():
+    with slow_env() as client:
         first, second = start(client), start(client)
         response = client.post("/step", json={"id": first, "action": "break"})
-        assert_error(response, 500, "RuntimeError: the world fell over", "reset")
-        # What state it is in is unknown, so only a reset helps; the other session goes on.
+        assert_error(response, 500, "RuntimeError: the environment fell over", "reset")
+        # Its state is unknown, so it needs a reset. The other session continues.
         after = client.post("/step", json={"id": first, "action": "x"})
         assert_error(after, 409, "has no episode")
         step = client.post("/step", json={"id": second, "action": "limit"}).json()
@@ -231,7 +231,7 @@ def test_a_failure_of_the_world_is_500_named_and_stays_in_its_session():
 # ---- limits
 
 
-def test_one_session_too_many_is_429_until_one_is_closed():
+def test_more_sessions_than_the_limit_are_429_until_one_is_closed():
     with textcraft(max_sessions=2) as client:
         start(client), start(client)
         response = client.post("/create", json={})
@@ -241,21 +241,21 @@ def test_one_session_too_many_is_429_until_one_is_closed():
         assert client.post("/create", json={}).status_code == 200
 
 
-def test_idle_sessions_are_closed_and_used_ones_are_not():
-    with slow_world(idle_timeout_s=0.6) as client:
-        idle, used = start(client), start(client)
+def test_only_idle_sessions_are_closed():
+    with slow_env(idle_timeout_s=0.6) as client:
+        idle, active = start(client), start(client)
         deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline:
-            assert client.get(f"/observation?id={used}").status_code == 200
+            assert client.get(f"/observation?id={active}").status_code == 200
             time.sleep(0.05)
         assert_error(client.get(f"/observation?id={idle}"), 404, "does not exist", "0.6 s")
-        assert client.get("/health").json()["live_sessions"] == SlowWorld.live == 1
+        assert client.get("/health").json()["live_sessions"] == SlowEnv.num_open == 1
 
 
-def test_an_evicted_session_that_hangs_when_it_is_closed_keeps_nobody_waiting():
+def test_an_evicted_session_that_hangs_while_closing_delays_no_other():
     release = threading.Event()
 
-    class Sticky(SlowWorld):
+    class Sticky(SlowEnv):
         def close(self):
             release.wait(60)
 
@@ -271,7 +271,7 @@ def test_an_evicted_session_that_hangs_when_it_is_closed_keeps_nobody_waiting():
 
 
 def test_64_concurrent_sessions_do_not_mix(server_url):
-    """64 clients at once; each plays its own task and sees exactly its own texts."""
+    """64 clients play at the same time; each gets exactly the texts of its task."""
 
     def play(task_index: int) -> int:
         with requests.Session() as http:
@@ -297,13 +297,13 @@ def test_64_concurrent_sessions_do_not_mix(server_url):
     assert requests.get(f"{server_url}/health", timeout=30).json()["live_sessions"] == 0
 
 
-def test_slow_steps_and_those_who_wait_for_them_delay_no_other_session():
-    """200 requests queue behind one slow session, more than there are threads."""
+def test_slow_steps_and_requests_that_wait_for_them_delay_no_other_session():
+    """200 requests, more than there are threads, wait for one slow session."""
 
     async def scenario() -> None:
         import httpx
 
-        transport = httpx.ASGITransport(app=create_app("slow", env_class=SlowWorld))
+        transport = httpx.ASGITransport(app=create_app("slow", env_class=SlowEnv))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             slow, quick = [(await http.post("/create")).json()["id"] for _ in range(2)]
             for session_id in (slow, quick):
@@ -320,8 +320,8 @@ def test_slow_steps_and_those_who_wait_for_them_delay_no_other_session():
     asyncio.run(scenario())
 
 
-def test_closing_a_session_comes_after_the_steps_that_were_sent_before_it():
-    with slow_world() as client, ThreadPoolExecutor(2) as pool:
+def test_a_session_is_closed_after_the_steps_that_were_sent_before():
+    with slow_env() as client, ThreadPoolExecutor(2) as pool:
         session_id = start(client)
         slow = {"id": session_id, "action": "sleep 0.4"}
         steps = []
@@ -331,10 +331,10 @@ def test_closing_a_session_comes_after_the_steps_that_were_sent_before_it():
         assert client.post("/close", json={"id": session_id}).json() is True
         assert [step.result().json()["observation"] for step in steps] == ["1", "2"]
         assert_error(client.post("/step", json=slow), 404, "does not exist")
-        assert SlowWorld.live == 0
+        assert SlowEnv.num_open == 0
 
 
-# ---- the command
+# ---- command line
 
 
 @contextlib.contextmanager
@@ -358,22 +358,22 @@ def server_url():
         yield line.split()[2]
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_the_server_says_where_it_listens_once_it_does_and_stops_when_told(sent, code):
+@pytest.mark.parametrize(("stop_signal", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_server_prints_its_address_and_stops_at_a_signal(stop_signal, code):
     with server_process() as (process, line):
         url = line.split()[2]
         assert line == f"listening on {url} (env textcraft, version {VERSION})\n"
         assert url.startswith("http://127.0.0.1:")
-        with requests.Session() as http:  # an open keep-alive connection must not hold it up
+        with requests.Session() as http:  # an open keep-alive connection must not delay the exit
             http.post(f"{url}/create", json={}, timeout=10)
-            process.send_signal(sent)
+            process.send_signal(stop_signal)
             out, err = process.communicate(timeout=10)
         assert (process.returncode, out, err) == (code, "", "")
 
 
 def test_a_body_over_the_limit_is_413_over_a_real_connection(server_url):
-    big = b'{"id": 0, "action": "' + b"x" * 3_000_000 + b'"}'
-    for body in (big, (big[i : i + 65536] for i in range(0, len(big), 65536))):
+    large_body = b'{"id": 0, "action": "' + b"x" * 3_000_000 + b'"}'
+    for body in (large_body, (large_body[i : i + 65536] for i in range(0, len(large_body), 65536))):
         response = requests.post(f"{server_url}/step", data=body, headers=JSON, timeout=30)
         assert_error(response, 413, "larger than 1000000 bytes")
 
@@ -386,20 +386,20 @@ def test_a_body_over_the_limit_is_413_over_a_real_connection(server_url):
         (["--env", "textcraft", "--idle-timeout-s", "nan"], "--idle-timeout-s"),
     ],
 )
-def test_misuse_is_one_line_and_exit_code_2(flags, message, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_a_usage_error_is_one_line_and_exit_code_2(flags, message, capsys):
+    with pytest.raises(SystemExit) as error:
         main(flags)
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == ""
-    assert message in said.err and said.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert error.value.code == 2 and output.out == ""
+    assert message in output.err and output.err.count("\n") == 1
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_1(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         assert main(["--env", "textcraft", "--port", port]) == 1
-    said = capsys.readouterr()
-    assert f"127.0.0.1:{port}" in said.err and said.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert f"127.0.0.1:{port}" in output.err and output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(capsys):
         ({"Host": "rebound.example:36005"}, 403),
     ],
 )
-def test_a_web_page_can_neither_play_nor_read_along(headers, status):
+def test_requests_of_web_pages_are_refused(headers, status):
     app = create_app("textcraft", hosts=LOCAL_NAMES)
     with TestClient(app, base_url="http://127.0.0.1:36005") as client:
         for method, path in (("POST", "/create"), ("GET", "/health")):
@@ -419,10 +419,10 @@ def test_a_web_page_can_neither_play_nor_read_along(headers, status):
         assert client.get("/health").json()["live_sessions"] == (status == 200)
 
 
-def test_a_server_leaves_when_told_though_its_world_hangs(monkeypatch):
-    """Python would wait for the thread in which the world hangs."""
+def test_a_server_exits_at_a_signal_although_its_environment_hangs(monkeypatch):
+    """Python would wait for the thread in which the environment hangs."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}")
-    with server_process("--env", "test_server:SlowWorld") as (process, line):
+    with server_process("--env", "test_server:SlowEnv") as (process, line):
         url = line.split()[2]
         session = requests.post(f"{url}/create", json={}, timeout=30).json()["id"]
         requests.post(f"{url}/reset", json={"id": session, "data_idx": 1}, timeout=30)

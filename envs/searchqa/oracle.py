@@ -106,8 +106,8 @@ def findings(step: Step, searches: Sequence[Search]) -> Iterator[Finding]:
 
 
 def _overlap(passage: Passage, query: str) -> int:
-    """How many words of the query a passage contains; a higher number means that it is more likely
-    to be about the query, and not only to mention the value."""
+    """The number of query words in a passage. If it is high, the passage is probably about the
+    query and does not only mention the value."""
     query_words = _words(query)
     return len(query_words & _words(passage.title)) + len(query_words & _words(passage.text))
 

@@ -1,7 +1,7 @@
-"""BabyAI at length: the oracle on ten seeds of every level.
+"""Long tests of BabyAI: the oracle on ten seeds of every level.
 
-Measured over 40 levels x 10 seeds: 399 of 400 solved. The one left, level 7 with seed 6, cannot be
-won: its goal lies in a locked room together with the only key to it.
+The oracle solved 399 of 400 tasks (40 levels x 10 seeds). The other one, level 7 with seed 6,
+cannot be won: its goal is in a locked room, together with the only key to that room.
 """
 
 import statistics
@@ -19,7 +19,7 @@ UNWINNABLE = task_index_of(7, 6)
 
 
 def play_over_wire(client, task_index: int) -> tuple[bool, int, float]:
-    """(success, turns, return) of the oracle through an EnvClient."""
+    """Play the oracle through an EnvClient; return (success, turns, return)."""
     client.reset(task_index)
     total = 0.0
     for turn in range(1, LONGEST + 1):
@@ -36,7 +36,7 @@ def play_over_wire(client, task_index: int) -> tuple[bool, int, float]:
 @pytest.mark.timeout(1800)
 def test_the_oracle_solves_all_winnable_tasks_of_ten_seeds_over_http():
     turns: dict[int, list[int]] = {number: [] for number in range(1, 41)}
-    lost = []
+    failures = []
     with local_server("babyai") as url, connect("babyai", url, timeout_s=60) as client:
         for seed in range(10):
             for number in range(1, 41):
@@ -48,22 +48,22 @@ def test_the_oracle_solves_all_winnable_tasks_of_ten_seeds_over_http():
                 if success:
                     turns[number].append(num_turns)
                 else:
-                    lost.append((number, seed))
-    assert lost == []
+                    failures.append((number, seed))
+    assert failures == []
     for number, counts in turns.items():
         print(LEVELS[number - 1], statistics.median(counts), max(counts))
-    within_20 = {
+    num_short = {
         name: sum(
             n <= 20 for i, name_i in enumerate(SUBTASKS, 1) if name_i == name for n in turns[i]
         )
         for name in ("GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc")
     }
-    print(within_20)
-    assert sum(within_20.values()) >= 0.9 * 179
+    print(num_short)
+    assert sum(num_short.values()) >= 0.9 * 179
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_oracle_recovers_from_ten_random_actions_on_every_level():
-    """119 of 120; in the other one a box that the mission names was opened and is gone."""
+    """It solved 119 of 120; in the other one, a box of the mission had been opened and was gone."""
     assert sum(num_solved_after_random_play(range(1, 41), seed) for seed in (1, 2, 3)) >= 117
