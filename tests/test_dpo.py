@@ -1,5 +1,5 @@
-"""dpo.py: its loss by hand and by loop, who is compared with whom, what a pair file holds, and what
-an update computes, however it is cut."""
+"""dpo.py: the loss by hand and as a loop, the choice of pairs, pair files, and updates with
+different micro-batch sizes."""
 
 import json
 import math
@@ -42,7 +42,7 @@ from trajectory import RolloutHandler
 from update import Learner, score_policy
 
 KINDS = list(PREFERENCES)
-SETTINGS = [(kind, 0.0) for kind in KINDS] + [("sigmoid", 0.2)]  # and a smoothed one
+SETTINGS = [(kind, 0.0) for kind in KINDS] + [("sigmoid", 0.2)]  # also with label smoothing
 
 
 def vector(*numbers):
@@ -50,10 +50,8 @@ def vector(*numbers):
 
 
 def random_pairs(seed=0, pairs=6, length=10, dtype=torch.float64):
-    """Log-probs by token, (4, P, T): chosen, rejected and both of the reference; their mask.
-
-    Those of a trajectory and of its reference share a mask: the first two rows of (2, P, T).
-    """
+    """Log-probs per token, (4, P, T): chosen, rejected, and the same two under the reference. And
+    their mask (2, P, T), which a trajectory shares with its reference."""
     g = torch.Generator().manual_seed(seed)
     ref = -torch.rand(2, pairs, length, generator=g, dtype=dtype) - 0.1
     now = ref + torch.randn(2, pairs, length, generator=g, dtype=dtype)
@@ -61,14 +59,14 @@ def random_pairs(seed=0, pairs=6, length=10, dtype=torch.float64):
 
 
 def summed(tokens, mask):
-    """Log-probs of trajectories, (P,) four times: what preference_loss takes."""
+    """Log-probs of trajectories, four times (P,): the first arguments of preference_loss."""
     return [torch.where(mask[i % 2] > 0, tokens[i], 0.0).sum(-1) for i in range(4)]
 
 
 # --- The loss by hand -----------------------------------------------------------------------------
-# Pair 1: chosen −1 against −3 of the reference, rejected −2 against −2: h = 2 − 0 = 2.
-# Pair 2: chosen −4 against −3, rejected −1 against −3: h = −1 − 2 = −3. Pair 3: as the reference.
-# With β = 0.5, βh = 1, −1.5, 0; a margin of 0 is not yet right.
+# Pair 1: chosen −1, reference −3; rejected −2, reference −2: h = 2 − 0 = 2.
+# Pair 2: chosen −4, reference −3; rejected −1, reference −3: h = −1 − 2 = −3.
+# Pair 3: equal to the reference, h = 0. With β = 0.5, βh = 1, −1.5, 0. Accuracy needs βh > 0.
 PAIRS = vector(-1, -4, -5), vector(-2, -1, -6), vector(-3, -3, -5), vector(-2, -3, -6)
 
 
@@ -84,12 +82,12 @@ PAIRS = vector(-1, -4, -5), vector(-2, -1, -6), vector(-3, -3, -5), vector(-2, -
     ],
 )
 def test_three_pairs_by_hand(kind, smoothing, losses):
-    got = preference_loss(*PAIRS, 0.5, smoothing, kind)
-    assert got.loss.item() == pytest.approx(sum(losses) / 3, abs=1e-6)
-    assert got.chosen_reward.item() == pytest.approx((0.5 * 2 - 0.5 * 1) / 3)
-    assert got.rejected_reward.item() == pytest.approx((0 + 0.5 * 2) / 3)
-    assert got.margin.item() == pytest.approx((1 - 1.5) / 3)
-    assert got.accuracy.item() == pytest.approx(1 / 3)
+    result = preference_loss(*PAIRS, 0.5, smoothing, kind)
+    assert result.loss.item() == pytest.approx(sum(losses) / 3, abs=1e-6)
+    assert result.chosen_reward.item() == pytest.approx((0.5 * 2 - 0.5 * 1) / 3)
+    assert result.rejected_reward.item() == pytest.approx((0 + 0.5 * 2) / 3)
+    assert result.margin.item() == pytest.approx((1 - 1.5) / 3)
+    assert result.accuracy.item() == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="sum the log-probs of a trajectory"):
         preference_loss(*([torch.zeros(2, 3)] * 4))
 
@@ -98,16 +96,16 @@ def test_three_pairs_by_hand(kind, smoothing, losses):
 
 
 def slow_loop(tokens, mask, beta, smoothing, kind):
-    """Loss, margin, accuracy and rewards of the equations, pair by pair and token by token."""
+    """Loss, margin, accuracy and rewards from their equations, by pair and token."""
     log_sigmoid = lambda x: -math.log1p(math.exp(-x))  # noqa: E731
     tokens, (_, pairs, length) = tokens.tolist(), mask.shape
     totals = [0.0] * 5
     for p in range(pairs):
         ratio = [0.0, 0.0]
-        for which in (0, 1):
+        for side in (0, 1):
             for t in range(length):
-                if mask[which, p, t]:
-                    ratio[which] += tokens[which][p][t] - tokens[which + 2][p][t]
+                if mask[side, p, t]:
+                    ratio[side] += tokens[side][p][t] - tokens[side + 2][p][t]
         h = ratio[0] - ratio[1]
         if kind == "sigmoid":
             loss = -(1 - smoothing) * log_sigmoid(beta * h) - smoothing * log_sigmoid(-beta * h)
@@ -127,9 +125,7 @@ def slow_loop(tokens, mask, beta, smoothing, kind):
     st.sampled_from(SETTINGS),
     st.lists(st.integers(1, 5), max_size=4, unique=True),
 )
-def test_the_loss_equals_its_equations_written_as_a_loop_however_it_is_split(
-    seed, beta, setting, cuts
-):
+def test_the_loss_equals_a_loop_over_its_equations_for_every_split(seed, beta, setting, cuts):
     kind, smoothing = setting
     tokens, mask = random_pairs(seed)
     sums, bounds = torch.zeros(5, dtype=torch.float64), [0, *sorted(cuts), 6]
@@ -140,51 +136,51 @@ def test_the_loss_equals_its_equations_written_as_a_loop_however_it_is_split(
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), SETTINGS)
-def test_the_gradient_on_every_token_is_the_slope_of_the_loop(kind, smoothing):
-    """Central differences of the loop, whose hinge is not at its kink anywhere here."""
+def test_the_gradient_of_every_token_equals_central_differences_of_the_loop(kind, smoothing):
+    """No pair is at the kink of the hinge loss."""
     tokens, mask = random_pairs(3, pairs=3, length=4)
     inputs = tokens.clone().requires_grad_()
-    got = preference_loss(*summed(inputs, mask), 0.3, smoothing, kind)
-    assert not any(x.requires_grad for x in got[1:])
-    got.loss.backward()
+    result = preference_loss(*summed(inputs, mask), 0.3, smoothing, kind)
+    assert not any(x.requires_grad for x in result[1:])
+    result.loss.backward()
     for index in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
         step = torch.zeros_like(tokens)
         step[tuple(index)] = 1e-5
         up, down = (slow_loop(tokens + s, mask, 0.3, smoothing, kind)[0] for s in (step, -step))
         assert inputs.grad[tuple(index)].item() == pytest.approx((up - down) / 2e-5, abs=1e-6)
-    assert (inputs.grad[:2][mask == 0] == 0).all(), "observations teach nothing"
-    assert (inputs.grad[2:] == 0).all(), "nor does the reference learn"
+    assert (inputs.grad[:2][mask == 0] == 0).all(), "observations have no gradient"
+    assert (inputs.grad[2:] == 0).all(), "the reference has no gradient"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_saturated_pairs_stay_finite(smoothing):
     """βh = ±10⁴, where log(sigmoid(x)) is −inf in float32 and its gradient NaN."""
     chosen = torch.tensor([1e4, -1e4], requires_grad=True)
-    got = preference_loss(chosen, *([torch.zeros(2)] * 3), 1.0, smoothing)
-    got.loss.backward()
-    assert got.loss.item() == pytest.approx(1e4 / 2)  # ε · 10⁴ + (1 − ε) · 10⁴ over two pairs
+    result = preference_loss(chosen, *([torch.zeros(2)] * 3), 1.0, smoothing)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(1e4 / 2)  # ε · 10⁴ + (1 − ε) · 10⁴ over two pairs
     assert (2 * chosen.grad).tolist() == pytest.approx([smoothing, smoothing - 1])
 
 
 # --- The update (trap 14) -------------------------------------------------------------------------
 
 
-def learner(rank=0):
+def make_learner(rank=0):
     accelerator = distributed.make_accelerator("no")
     model = distributed.shard(accelerator, make_policy(rank).train())
-    learning = [p for p in model.parameters() if p.requires_grad]
-    return Learner(accelerator, model, torch.optim.SGD(learning, lr=1.0))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return Learner(accelerator, model, torch.optim.SGD(trainable, lr=1.0))
 
 
 def weights_after(update_of, rank=0):
     with fresh_process_state():
         update.MIN_SHARED, before = 0.0, update.MIN_SHARED
         try:
-            made = learner(rank)
-            metrics = update_of(made)
+            learner = make_learner(rank)
+            metrics = update_of(learner)
         finally:
             update.MIN_SHARED = before
-        return metrics, {n: p.detach().clone() for n, p in made.model.named_parameters()}
+        return metrics, {n: p.detach().clone() for n, p in learner.model.named_parameters()}
 
 
 OBJECTIVE = Objective(mini_batch_size=64, max_grad_norm=1e9, share_prefix=False)
@@ -203,7 +199,7 @@ def assert_equal(weights, expected):
 
 
 def pair_batch():
-    """Four pairs of different lengths, the two of a pair with one opening of three tokens."""
+    """Four pairs of different lengths. The rows of a pair share an opening of three tokens."""
     batch = make_batch().rows([0, 1, 2, 3, 5, 6, 9, 10])
     batch.group_ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     for row in range(0, 8, 2):
@@ -222,40 +218,40 @@ def pair_batch():
         *((k, CUTS[1], 0) for k in KINDS),
     ],
 )
-def test_a_step_of_preferences_is_the_slow_one_whatever_the_cut(kind, changes, rank):
+def test_an_update_equals_a_slow_one_for_all_micro_batch_sizes(kind, changes, rank):
     batch, config = pair_batch(), DpoConfig(beta=0.2, loss=kind, sft_coef=0.3)
     metrics, weights = weights_after(
-        lambda made: dpo.prefer(made, batch, replace(OBJECTIVE, **changes), config), rank
+        lambda learner: dpo.prefer(learner, batch, replace(OBJECTIVE, **changes), config), rank
     )
 
-    def slowly(made):
+    def slow_update(learner):
         sums, tokens = [], []
         for row in range(len(batch)):
-            one = batch.rows([row])
-            log_probs, _ = made.model(one.input_ids, one.loss_mask, 1.0)
-            own = [log_probs[0, t] for t in range(int(one.lengths)) if one.loss_mask[0, t]]
-            sums.append(sum(own[1:], own[0]))
-            tokens.append(len(own))
+            b = batch.rows([row])
+            log_probs, _ = learner.model(b.input_ids, b.loss_mask, 1.0)
+            policy_log_probs = [log_probs[0, t] for t in range(int(b.lengths)) if b.loss_mask[0, t]]
+            sums.append(sum(policy_log_probs[1:], policy_log_probs[0]))
+            tokens.append(len(policy_log_probs))
         losses = []
         for i in range(0, len(batch), 2):
-            one = [x.reshape(1) for x in (sums[i], sums[i + 1])]
+            pair = [x.reshape(1) for x in (sums[i], sums[i + 1])]
             ref = [batch.ref_sums[i + k].reshape(1) for k in (0, 1)]
-            losses.append(preference_loss(*one, *ref, 0.2, 0.0, kind).loss)
+            losses.append(preference_loss(*pair, *ref, 0.2, 0.0, kind).loss)
             losses[-1] = losses[-1] - 0.3 * sums[i] / tokens[i]
         loss = sum(losses) / len(losses)
         loss.backward()
-        made.optimizer.step()
+        learner.optimizer.step()
         chosen = [float(s.detach()) for s in sums[::2]]
         return float(loss.detach()), sum(chosen) / len(chosen)
 
-    (loss, chosen), expected = weights_after(slowly, rank)
+    (loss, chosen), expected = weights_after(slow_update, rank)
     assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["preference/chosen_log_prob"] == pytest.approx(chosen, rel=1e-5)
     assert metrics["policy/optimizer_steps"] == 1
     assert_equal(weights, expected)
 
 
-def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
+def test_reference_sums_equal_the_scored_log_probs(monkeypatch):
     batch = pair_batch()
     rows_of = lambda pairs, _: batch.rows([r for n in pairs for r in (2 * n, 2 * n + 1)])  # noqa: E731
     monkeypatch.setattr(dpo, "batch_of", rows_of)
@@ -263,18 +259,18 @@ def test_log_probs_of_the_reference_are_those_that_scoring_gives(monkeypatch):
     with fresh_process_state():
         worker = SimpleNamespace(
             device="cpu",
-            config=DpoConfig(mini_batch_size=6),  # eight rows: a part of six, and one of two
+            config=DpoConfig(mini_batch_size=6),  # eight rows: parts of six and two
             stop=SimpleNamespace(agreed=lambda: is_stopped),
             pad_id=0,
             sleep_sampler=lambda: None,
             objective_for=lambda rows: replace(OBJECTIVE, mini_batch_size=rows),
-            policy=learner(),
+            policy=make_learner(),
         )
         sums = dpo.reference_sums(worker, range(4))
-        whole = score_policy(worker.policy.model, batch, OBJECTIVE, "cpu")
+        log_probs = score_policy(worker.policy.model, batch, OBJECTIVE, "cpu")
         assert sums.shape == (4, 2)
-        torch.testing.assert_close(sums.flatten(), (whole * batch.loss_mask).sum(1))
-        is_stopped = True  # Ctrl-C is heard between the parts
+        torch.testing.assert_close(sums.flatten(), (log_probs * batch.loss_mask).sum(1))
+        is_stopped = True  # Ctrl-C works between the parts
         with pytest.raises(KeyboardInterrupt):
             dpo.reference_sums(worker, range(4))
 
@@ -285,12 +281,12 @@ ALL = DpoConfig(min_gap=0.0, min_return=-10.0, pairs_per_task=10**6)
 WORDS = ChatTemplate(word_tokenizer())
 
 
-def played(task, texts, total=None, observation="dark", prompt="rules", **more):
-    """An episode: `texts` are actions and answers in turn, "open, bright, light"."""
+def episode(task, texts, total=None, observation="dark", prompt="rules", **extra):
+    """An episode whose `texts` are actions and answers in turn, e.g. "open, bright, light"."""
     roles = ("assistant", "user") * 20
-    said = [{"role": r, "content": t} for r, t in zip(roles, texts.split(", "), strict=False)]
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts.split(", "), strict=False)]
     opening = [{"role": "system", "content": prompt}, {"role": "user", "content": observation}]
-    record = to_agenttraj(task, opening + said) | more
+    record = to_agenttraj(task, opening + messages) | extra
     return encode(WORDS, record if total is None else record | {"return": total})
 
 
@@ -308,81 +304,83 @@ def pairs_and_counts(*sources, **options):
     return make(*sources, DpoConfig(**options), counts), dict(counts)
 
 
-def test_three_tries_at_one_task_by_hand():
-    tries = [
-        played("t", "take, dark, go", 0.0),
-        played("t", "open, dark, light", 1.0),
-        played("t", "open, dark, home", 0.5),
+def test_three_episodes_of_one_task_by_hand():
+    episodes = [
+        episode("t", "take, dark, go", 0.0),
+        episode("t", "open, dark, light", 1.0),
+        episode("t", "open, dark, home", 0.5),
     ]
     best, middle, worst = "open, dark, light", "open, dark, home", "take, dark, go"
-    pairs, counts = pairs_and_counts(tries)
+    pairs, counts = pairs_and_counts(episodes)
     assert described(pairs)[0] == ("t", best, worst, 1.0)
     assert sorted(described(pairs)[1:]) == [("t", middle, worst, 0.5), ("t", best, middle, 0.5)]
     assert counts == {}
-    pairs, counts = pairs_and_counts(tries, min_gap=0.75)
+    pairs, counts = pairs_and_counts(episodes, min_gap=0.75)
     assert (described(pairs), counts) == ([("t", best, worst, 1.0)], {"gap": 2})
-    pairs, counts = pairs_and_counts(tries, min_return=1.0)
+    pairs, counts = pairs_and_counts(episodes, min_return=1.0)
     assert [pair[:3] for pair in described(pairs)] == [("t", best, worst), ("t", best, middle)]
     assert counts == {"low return": 1}
-    pairs, counts = pairs_and_counts(tries, pairs_per_task=1)
+    pairs, counts = pairs_and_counts(episodes, pairs_per_task=1)
     assert (described(pairs), counts) == ([("t", best, worst, 1.0)], {"over pairs per task": 2})
-    nearly = played("t", "home", 0.6 + 0.39999999999999997 - 1e-16)
-    pairs, _ = pairs_and_counts([nearly, played("t", "go", 0.0)], min_gap=1.0, min_return=1.0)
+    nearly = episode("t", "home", 0.6 + 0.39999999999999997 - 1e-16)
+    pairs, _ = pairs_and_counts([nearly, episode("t", "go", 0.0)], min_gap=1.0, min_return=1.0)
     assert len(pairs) == 1, "a rounding error is not a difference"
     with pytest.raises(ValueError, match='conversation b has no "return"'):
-        pairs_and_counts([*tries, played("b", "go")])
+        pairs_and_counts([*episodes, episode("b", "go")])
 
 
-def test_two_seeds_are_not_compared_though_they_open_alike():
-    tries = [
-        played("a", text, total, seed=seed)
+def test_episodes_with_two_seeds_are_not_compared_even_with_equal_openings():
+    episodes = [
+        episode("a", text, total, seed=seed)
         for text, total, seed in (("open", 1.0, 7), ("go", 0.0, 7), ("take", 0.0, 8))
     ]
-    pairs, counts = pairs_and_counts(tries)
+    pairs, counts = pairs_and_counts(episodes)
     assert (described(pairs), counts) == ([("a", "open", "go", 1.0)], {"two seeds": 2})
-    expert = [played("a", "light", 1.0)]  # of an unknown seed
-    assert len(pairs_of_experts(expert, tries, DpoConfig(), Counter())) == 2
+    expert = [episode("a", "light", 1.0)]  # with an unknown seed
+    assert len(pairs_of_experts(expert, episodes, DpoConfig(), Counter())) == 2
 
 
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
         ("open", "open"),
-        ("open, bright, go", "open, dark, go"),  # the environment told them apart, not the policy
-        ("open, bright", "open, dark"),  # an answer to the last action is not in the sequence
+        ("open, bright, go", "open, dark, go"),  # only the environment's answers differ
+        ("open, bright", "open, dark"),  # the sequence ends with the last action
     ],
 )
 def test_equal_actions_with_different_returns_are_no_preference(better, worse):
-    tries = [played("a", better, 1.0), played("a", worse, 0.0)]
-    assert pairs_and_counts(tries) == ([], {"equal texts": 1})
+    episodes = [episode("a", better, 1.0), episode("a", worse, 0.0)]
+    assert pairs_and_counts(episodes) == ([], {"equal texts": 1})
 
 
-def test_an_expert_is_preferred_to_what_the_policy_did():
-    expert = [played("a", "light"), played("b", "light"), played("d", "take")]
+def test_an_expert_is_preferred_to_the_policy():
+    expert = [episode("a", "light"), episode("b", "light"), episode("d", "take")]
     experience = [
-        played("a", "go", 0.0),
-        played("a", "light", 1.0),  # as the expert did
-        played("b", "go", 0.0, observation="bright"),
-        played("c", "go", 0.0),
-        played("d", "wait", 1.0),
+        episode("a", "go", 0.0),
+        episode("a", "light", 1.0),  # like the expert
+        episode("b", "go", 0.0, observation="bright"),
+        episode("c", "go", 0.0),
+        episode("d", "wait", 1.0),
     ]
     pairs, counts = pairs_and_counts(expert, experience)
     assert described(pairs) == [("a", "light", "go", None), ("d", "take", "wait", None)]
     assert counts == {"equal texts": 1, "no partner": 3}  # b twice, and c
-    # Where both have returns, they decide.
-    expert = [played("a", "light", 1.0), played("a", "open", 0.5), played("b", "light", 1.0)]
-    experience = [played("a", "go", 0.0), played("a", "wait", 0.7), played("b", "go", 1.0)]
+    # If both have returns, the returns decide.
+    expert = [episode("a", "light", 1.0), episode("a", "open", 0.5), episode("b", "light", 1.0)]
+    experience = [episode("a", "go", 0.0), episode("a", "wait", 0.7), episode("b", "go", 1.0)]
     pairs, counts = pairs_and_counts(expert, experience, min_return=0.75)
     assert described(pairs) == [("a", "light", "go", 1.0)]
     assert counts == {"gap": 2, "low return": 1, "no partner": 1}
-    assert pairs_and_counts(expert[:2], []) == ([], {"no partner": 1}), "not with another expert"
+    assert pairs_and_counts(expert[:2], []) == ([], {"no partner": 1}), (
+        "two experts are not compared"
+    )
 
 
 # --- Properties -----------------------------------------------------------------------------------
 
-TRIES = st.lists(
+EPISODES = st.lists(
     st.builds(
-        lambda task, observation, actions, total: played(
+        lambda task, observation, actions, total: episode(
             task, ", ".join(actions), total, observation
         ),
         st.sampled_from(["a", "b"]),
@@ -402,10 +400,10 @@ OPTIONS = st.builds(
 
 
 @settings(deadline=None)
-@given(TRIES, OPTIONS, st.randoms(use_true_random=False))
-def test_every_comparison_is_a_pair_of_one_opening_and_a_gap_or_counted_once(tries, config, rng):
+@given(EPISODES, OPTIONS, st.randoms(use_true_random=False))
+def test_every_comparison_is_either_a_valid_pair_or_counted_once(episodes, config, rng):
     counts: Counter[str] = Counter()
-    pairs = pairs_of(tries, config, counts)
+    pairs = pairs_of(episodes, config, counts)
     for pair in pairs:
         chosen, rejected = pair
         assert pair.task_id == chosen.task_id == rejected.task_id
@@ -415,49 +413,49 @@ def test_every_comparison_is_a_pair_of_one_opening_and_a_gap_or_counted_once(tri
         assert chosen.total_return >= config.min_return
     per_task = Counter(pair.task_id for pair in pairs)
     assert all(count <= config.pairs_per_task for count in per_task.values())
-    said = [(p.chosen.parts, p.rejected.parts) for p in pairs]
-    assert len(set(said)) == len(said)
+    texts = [(p.chosen.parts, p.rejected.parts) for p in pairs]
+    assert len(set(texts)) == len(texts)
     for task in per_task:
         gaps = [pair.gap for pair in pairs if pair.task_id == task]
         assert gaps == sorted(gaps, reverse=True)
     groups: dict = {}
-    for example in tries:
+    for example in episodes:
         key = (example.task_id, example.parts[0])
         groups.setdefault(key, []).append(example.total_return)
-    with_a_better = [group for group in groups.values() if len(set(group)) > 1]
-    compared = sum(len(list(combinations(group, 2))) for group in with_a_better)
-    assert counts["no partner"] == len(groups) - len(with_a_better)
-    assert len(pairs) + counts.total() - counts["no partner"] == compared
-    again: Counter[str] = Counter()
-    shuffled = pairs_of(rng.sample(tries, len(tries)), config, again)
-    assert described(shuffled) == described(pairs) and again == counts, "whatever the order"
+    unequal = [group for group in groups.values() if len(set(group)) > 1]
+    num_compared = sum(len(list(combinations(group, 2))) for group in unequal)
+    assert counts["no partner"] == len(groups) - len(unequal)
+    assert len(pairs) + counts.total() - counts["no partner"] == num_compared
+    other_counts: Counter[str] = Counter()
+    shuffled = pairs_of(rng.sample(episodes, len(episodes)), config, other_counts)
+    assert described(shuffled) == described(pairs) and other_counts == counts, "in any order"
 
 
-def test_a_task_chooses_among_equals_by_seed_whatever_else_there_is():
-    tries = [played("a", f"{x}, dark, go", 1.0) for x in ("open", "light", "take", "home")]
-    tries += [played("a", f"{x}, dark, no", 0.0) for x in ("open", "light", "take", "home")]
-    alone, _ = pairs_and_counts(tries, seed=1)
-    others = [played("0", "go", 1.0), played("0", "no", 0.0)]
-    together, _ = pairs_and_counts(others + tries, seed=1)
+def test_the_choice_among_equal_gaps_depends_only_on_seed_and_task():
+    episodes = [episode("a", f"{x}, dark, go", 1.0) for x in ("open", "light", "take", "home")]
+    episodes += [episode("a", f"{x}, dark, no", 0.0) for x in ("open", "light", "take", "home")]
+    alone, _ = pairs_and_counts(episodes, seed=1)
+    other_task = [episode("0", "go", 1.0), episode("0", "no", 0.0)]
+    together, _ = pairs_and_counts(other_task + episodes, seed=1)
     assert [pair for pair in together if pair.task_id == "a"] == alone
-    choices = {json.dumps(described(pairs_and_counts(tries, seed=s)[0])) for s in range(8)}
+    choices = {json.dumps(described(pairs_and_counts(episodes, seed=s)[0])) for s in range(8)}
     assert len(choices) > 4
 
 
-def test_no_more_pairs_are_scored_than_the_steps_take():
-    pairs = [Pair(played(f"{n}", "go"), played(f"{n}", "no")) for n in range(9)]
+def test_only_as_many_pairs_are_scored_as_the_steps_use():
+    pairs = [Pair(episode(f"{n}", "go"), episode(f"{n}", "no")) for n in range(9)]
     config = DpoConfig(pairs=("x",), steps=2, mini_batch_size=4)
-    chosen = dpo.sample_for_steps(pairs, config, 0)
-    assert len(chosen) == 4 and chosen == sorted(chosen, key=pairs.index)
-    assert dpo.sample_for_steps(pairs, replace(config, seed=1), 0) != chosen
+    sample = dpo.sample_for_steps(pairs, config, 0)
+    assert len(sample) == 4 and sample == sorted(sample, key=pairs.index)
+    assert dpo.sample_for_steps(pairs, replace(config, seed=1), 0) != sample
     assert dpo.sample_for_steps(pairs[:3], config, 0) == pairs[:3]
 
 
 # --- Tokens (traps 6 and 22) ----------------------------------------------------------------------
 
 
-def spelled(chat, text, total, stop="success"):
-    """A trajectory of a run, sampled letter by letter: no tokenizer encodes it so."""
+def sampled_by_letter(chat, text, total, stop="success"):
+    """A trajectory of a run, sampled letter by letter, as no tokenizer would encode it."""
     handler = RolloutHandler(f"a-{text}", 1, "fake", "a", "", 0, 0, 2)
     handler.start(chat, [{"role": "system", "content": "rules"}], "dark")
     ids = [token for letter in text for token in chat.plain(letter)] + [chat.end_of_turn]
@@ -467,16 +465,17 @@ def spelled(chat, text, total, stop="success"):
     return handler
 
 
-def test_the_very_ids_that_were_sampled_are_in_the_rows_also_from_files():
+def test_rows_contain_the_sampled_ids_also_if_pairs_come_from_files():
     chat = ChatTemplate(byte_tokenizer())
-    first, second = spelled(chat, "Action: look", 1.0), spelled(chat, "Action: get", 0.0, "failure")
+    first = sampled_by_letter(chat, "Action: look", 1.0)
+    second = sampled_by_letter(chat, "Action: get", 0.0, "failure")
     pairs, _ = pairs_and_counts([Example(record_of(t), t) for t in (second, first)])
-    both = batch_of([*pairs, *pairs], 0)
-    assert both.group_ids.tolist() == [0, 0, 1, 1]
-    assert opening_length(both.rows([2, 3])) >= first.turns[0].action_span[0]
-    again = [parse_pair(json.loads(json.dumps(format_pair(pair))), "", chat) for pair in pairs]
-    assert described(again) == described(pairs)
-    for source in (pairs, again):
+    two_pairs = batch_of([*pairs, *pairs], 0)
+    assert two_pairs.group_ids.tolist() == [0, 0, 1, 1]
+    assert opening_length(two_pairs.rows([2, 3])) >= first.turns[0].action_span[0]
+    parsed = [parse_pair(json.loads(json.dumps(format_pair(pair))), "", chat) for pair in pairs]
+    assert described(parsed) == described(pairs)
+    for source in (pairs, parsed):
         batch = batch_of(source, 0)
         for b, handler in enumerate((first, second)):
             length = int(batch.lengths[b])
@@ -520,34 +519,34 @@ SAME = {
 
 
 @pytest.mark.parametrize("form", SAME)
-def test_every_form_of_a_pair_is_the_same_to_a_model(form):
+def test_every_form_of_a_pair_gives_the_same_tokens(form):
     pair = parse_pair(SAME[form], "x", WORDS)
-    wanted = batch_of([parse_pair(GOOD | {"rejected": gpt("go")}, "x", WORDS)], 0)
+    expected = batch_of([parse_pair(GOOD | {"rejected": gpt("go")}, "x", WORDS)], 0)
     assert pair.task_id == "a"
-    assert batch_of([pair], 0).input_ids.tolist() == wanted.input_ids.tolist()
-    assert batch_of([pair], 0).loss_mask.tolist() == wanted.loss_mask.tolist()
+    assert batch_of([pair], 0).input_ids.tolist() == expected.input_ids.tolist()
+    assert batch_of([pair], 0).loss_mask.tolist() == expected.loss_mask.tolist()
 
 
-def test_neither_what_the_prompt_shows_nor_an_action_of_weight_0_is_learned():
+def test_prompts_and_actions_with_weight_0_are_not_learned():
     prompt = [HUMAN, {"from": "gpt", "loss": True, "value": "home"}, HUMAN]
     first = {"role": "assistant", "content": "open", "weight": 0}
     turns = [first, {"role": "user", "content": "dark"}, {"role": "assistant", "content": "go"}]
-    other = [*turns[:2], turns[2] | {"content": "no"}]
-    for content, learned in (
+    rejected = [*turns[:2], turns[2] | {"content": "no"}]
+    for content, actions in (
         (GOOD | {"prompt": prompt}, "open<e>go<e>no<e>"),
-        ({"prompt": "dark", "chosen": turns, "rejected": other}, "go<e>no<e>"),
+        ({"prompt": "dark", "chosen": turns, "rejected": rejected}, "go<e>no<e>"),
     ):
         batch = batch_of([parse_pair(content, "x", WORDS)], 0)
-        assert batch.input_ids[batch.loss_mask == 1].tolist() == ids_of(learned)
+        assert batch.input_ids[batch.loss_mask == 1].tolist() == ids_of(actions)
 
 
-def test_returns_of_a_file_are_kept_to_and_of_a_task_the_first_pairs_are_taken(tmp_path):
+def test_returns_in_a_file_count_and_the_first_pairs_of_a_task_are_used(tmp_path):
     lines = [
         GOOD | {"chosen": gpt(text)} | dict(zip(("chosen_return", "rejected_return"), returns))
         for text, *returns in (
             *(("open", 1.0, 0.9), ("open", 0.4, -1.0), ("open", 1.0, 0.0)),
-            ("light", 0.6),  # one return is no gap
-            ("wait", 0.1),  # but may be too little for an example
+            ("light", 0.6),  # one return is not a gap
+            ("wait", 0.1),  # but it can be below min_return
             ("home",),
         )
     ]
@@ -557,16 +556,16 @@ def test_returns_of_a_file_are_kept_to_and_of_a_task_the_first_pairs_are_taken(t
     assert counts == {"gap": 1, "low return": 2, "over pairs per task": 1}
 
 
-def test_both_sides_may_name_the_task_and_say_what_they_earned():
-    chosen, rejected = (played("maze_7", text).record for text in ("open", "go"))
+def test_each_side_can_have_a_task_id_and_a_return():
+    chosen, rejected = (episode("maze_7", text).record for text in ("open", "go"))
     sides = {"chosen": chosen | {"reward": 1.0}, "rejected": rejected | {"return": 0.25}}
     pair = parse_pair({"id": 17} | sides, "x", WORDS)
     assert (pair.task_id, pair.gap) == ("maze_7", 0.75)
     assert parse_pair(GOOD | {"id": 17, "item_id": "maze_7"}, "x", WORDS).task_id == "maze_7"
 
 
-RECORDS = [played("a", "open").record, played("b", "go").record]
-LIT = played("a", "go", observation="bright").record
+RECORDS = [episode("a", "open").record, episode("b", "go").record]
+LIT = episode("a", "go", observation="bright").record
 WRONG = [
     ({"prompt": 1, "text": 2}, "{'prompt': 1, 'text': 2}: expected {"),
     (dict(zip(("chosen", "rejected"), RECORDS)), "needs one task, but has a and b"),
@@ -577,7 +576,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("content", "message"), WRONG)
-def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
+def test_an_error_names_the_problem_and_its_line(tmp_path, content, message):
     file = tmp_path / "a.jsonl"
     with pytest.raises(ValueError) as error:
         read(file, "\n".join(map(json.dumps, (GOOD, content, OTHER))))
@@ -585,12 +584,12 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
     assert problem.startswith(f"{file}, line 2") and message in problem and "\n" not in problem
 
 
-def test_pairs_come_from_the_files_that_the_options_name(tmp_path, monkeypatch):
+def test_pairs_come_from_the_files_in_the_options(tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "chat_of", lambda config: WORDS)
     files = {name: (str(tmp_path / f"{name}.json"),) for name in ("pairs", "data", "a", "b")}
     openings = (("x", "dark"), ("y", "bright"))
-    wins = [played(task, "open", 1.0, seen).record for task, seen in openings]
-    losses = [played(task, "go", 0.0, seen).record for task, seen in openings]
+    wins = [episode(task, "open", 1.0, text).record for task, text in openings]
+    losses = [episode(task, "go", 0.0, text).record for task, text in openings]
     for name, content in (("pairs", [GOOD]), ("data", wins + losses), ("a", wins), ("b", losses)):
         Path(*files[name]).write_text(json.dumps(content))
 
@@ -636,7 +635,7 @@ def test_the_examples_of_the_page_are_read(tmp_path):
         ({"pairs": ("nosuch.json",)}, "--pairs nosuch.json does not exist"),
     ],
 )
-def test_options_that_contradict_are_refused(changes, problem, tmp_path, monkeypatch):
+def test_contradicting_options_are_refused(changes, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x").touch()
     with pytest.raises(Misuse, match=problem):
