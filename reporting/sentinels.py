@@ -42,7 +42,7 @@ class Rule:
     stop: float
     warn_after: int
     stop_after: int
-    todo: str
+    advice: str
     falls: bool = False  # small values are bad, instead of large ones
     min_fall: float = 0.0  # a smaller fall below the best never raises an alarm
 
@@ -233,13 +233,13 @@ class Sentinels:
             streaks[name] = streaks.get(name, 0) + 1 if is_bad else 0
         text = f"step {step}: {name}: {text} "
         if stops[name] >= rule.stop_after:
-            text += f"(stops: {stops[name]} in a row at {stop_at:.3g}); {rule.todo}; "
+            text += f"(stops: {stops[name]} in a row at {stop_at:.3g}); {rule.advice}; "
             text += "start a new run from --model RUN/checkpoints/best"
             return Alarm(name, value, stop_at, "stop", text)
         if warns[name] == rule.warn_after:
             stop = f"stops after {rule.stop_after} in a row at {stop_at:.3g}"
             text += f"(warns at {warn_at:.3g}, {stop if math.isfinite(stop_at) else 'never stops'})"
-            return Alarm(name, value, warn_at, "warn", f"{text}; {rule.todo}")
+            return Alarm(name, value, warn_at, "warn", f"{text}; {rule.advice}")
         return None
 
 

@@ -106,7 +106,7 @@ def save(
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         free = shutil.disk_usage(run_dir).free / 1e9
         raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {folder.parent}: "
+            f"the checkpoint of step {step} could not be written to {folder.parent}: "
             f"{_first_line(error)} ({free:.2f} GB free). "
             "Earlier checkpoints are intact; free some disk space, then --resume"
         ) from error

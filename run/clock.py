@@ -27,10 +27,10 @@ import torch
 
 from run.errors import OutOfMemory
 
-MEASURED = ("rollout", "log_probs", "update", "sync")
-MEMORY_OF = {f"time/{phase}_s": f"memory/{phase}_bytes" for phase in MEASURED}
+MEASURED_PHASES = ("rollout", "log_probs", "update", "sync")
+MEMORY_OF = {f"time/{phase}_s": f"memory/{phase}_bytes" for phase in MEASURED_PHASES}
 # phase -> options to lower, most effective first
-SMALLER = {
+OPTIONS_TO_LOWER = {
     "time/rollout_s": ("max_trajectory_tokens", "tasks_per_step"),
     "time/log_probs_s": ("max_tokens_per_micro_batch",),
     "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
@@ -107,7 +107,7 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
         if not is_memory or isinstance(error, OutOfMemory):
             raise
         options = options or {}
-        names = [name for name in SMALLER.get(phase, ()) if name in options]
+        names = [name for name in OPTIONS_TO_LOWER.get(phase, ()) if name in options]
         flags = [f"--{name.replace('_', '-')} (now {options[name]})" for name in names]
         if phase in ("time/log_probs_s", "time/update_s"):
             flags.append("use --gradient-checkpointing, --lora-rank, or more processes")

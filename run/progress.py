@@ -25,8 +25,8 @@ from time import monotonic, sleep
 from typing import Any
 
 EVERY_S = 30.0  # seconds between two lines
-LOOK_S = 1.0  # seconds between two checks whether a line is due
-FAIR_SHARE = 0.1  # share of a phase that must be done before its remaining time is estimated
+CHECK_S = 1.0  # seconds between two checks whether a line is due
+MIN_SHARE = 0.1  # share of a phase that must be done before its remaining time is estimated
 RECENT = 10  # number of steps that predict how long the next ones take
 
 # ------------------------------------------------------------------------------ a line every 30 s
@@ -52,7 +52,7 @@ class Phase:
         if self.total is not None:
             state = [f"{self.num_done:.0f}/{self.total:.0f} {self.unit}"]
         state += [f"{name} {value}" for name, value in self.figures.items()]
-        if self.total and self.num_done >= FAIR_SHARE * self.total:
+        if self.total and self.num_done >= MIN_SHARE * self.total:
             left_s = seconds * max(self.total - self.num_done, 0) / self.num_done
             state.append(f"{duration(left_s)} left")
         return f"{self.label}: {', '.join(state)}"
@@ -97,7 +97,7 @@ def _start_thread() -> None:
 
     def print_forever() -> None:
         while True:
-            sleep(LOOK_S)
+            sleep(CHECK_S)
             _print_if_due()
 
     threading.Thread(target=print_forever, name="progress", daemon=True).start()

@@ -1,7 +1,7 @@
 """A run directory holds the files of one run, and a lock against a second process.
 
     runs/textcraft-grpo-20261121-101500/
-        config.json        the method, every option resolved, versions, commit, hardware, command
+        config.json        the method, all options, versions, commit, hardware, command line
         metrics.jsonl      deterministic values
         timings.jsonl      seconds, tokens per second, bytes
         alarms.jsonl       the sentinels' alarms
@@ -149,9 +149,8 @@ def open_run(config: RunConfig) -> Run:
 
 
 def _open(config: RunConfig) -> Run:
-    env = (
-        f"{env_name(config.env)}-" if config.needs_environment else ""
-    )  # none if only files are read
+    # A run that only reads files may have data from any environment.
+    env = f"{env_name(config.env)}-" if config.needs_environment else ""
     name = f"{env}{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.run_dir or f"runs/{name}")
     check_run_dir(replace(config, run_dir=str(path)))
