@@ -47,8 +47,8 @@ METRICS: dict[str, str] = {
     "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt included (tokens)",
     "train/parse_error_rate": "share of turns whose action could not be parsed (0..1)",
     "train/repeated_token_rate": "share of sampled tokens in 4-grams repeated in their turn (0..1)",
-    "train/groups": "number of tasks with at least one valid trajectory (count)",
-    "train/groups_zero_variance": "number of these tasks whose returns are all equal (count)",
+    "train/groups": "number of groups: tasks with at least one valid trajectory (count)",
+    "train/groups_zero_variance": "number of groups without signal: all returns are equal (count)",
     "train/trajectories_used": "trajectories in the loss; agentevol.py: evolving set (count)",
     "train/env_failures": "trajectories lost to a failed environment server or sampler (count)",
     **{
@@ -71,9 +71,9 @@ METRICS: dict[str, str] = {
     "preference/margin": "reward of the chosen minus that of the rejected trajectory (nats)",
     "preference/accuracy": "share of pairs whose chosen trajectory has the higher reward (0..1)",
     "preference/chosen_reward": "beta times log policy/reference of the chosen trajectory (nats)",
-    "preference/rejected_reward": "the same for the rejected trajectory (nats)",
+    "preference/rejected_reward": "beta times log policy/reference of the rejected one (nats)",
     "preference/chosen_log_prob": "log-prob of the chosen trajectory's policy tokens (nats)",
-    "preference/rejected_log_prob": "the same for the rejected trajectory (nats)",
+    "preference/rejected_log_prob": "log-prob of the rejected trajectory's policy tokens (nats)",
     "critic/loss": "clipped value loss, per policy token (squared return)",
     "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
     "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
@@ -92,7 +92,7 @@ METRICS: dict[str, str] = {
     "data/evolving_weight": "mean weight of a trajectory in the evolving set (demonstration: 1)",
     # eval/: held-out tasks, mean over environments; intervals are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
-    "eval/pass": "pass@k on held-out tasks: mean chance that one of k samples solves it (0..1)",
+    "eval/pass": "pass@k on held-out tasks: mean chance that any of k samples solves it (0..1)",
     "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
     "eval/loss": "sft.py: imitation loss of held-out conversations, per policy token (nats)",
 }
@@ -100,23 +100,23 @@ METRICS: dict[str, str] = {
 # Different in every run: timings.jsonl.
 TIMINGS: dict[str, str] = {
     "time/rollout_s": "wall time of sampling this step's trajectories (s)",
-    "time/log_probs_s": "wall time of recomputing old, reference and value predictions (s)",
+    "time/log_probs_s": "wall time of recomputing old and reference log-probs and values (s)",
     "time/advantages_s": "wall time of the advantage estimator (s)",
     "time/update_s": "wall time of all optimizer steps (s)",
     "time/sync_s": "wall time of copying the weights into the sampler and probing it (s)",
     "time/eval_s": "wall time of the held-out evaluation (s)",
     "time/save_s": "wall time of writing the checkpoint (s)",
-    "time/step_s": "wall time of the whole step (s)",
+    "time/step_s": "wall time of the step (s)",
     "rollout/generated_tokens_per_s": "sampled tokens per second of the rollout (tokens/s)",
     "rollout/engine_idle_share": "share of the rollout in which the sampler was idle (0..1)",
     "update/tokens_per_s": "tokens per second of the update, without padding (tokens/s)",
     "update/padding_share": "share of padding in the update's batches; 0 if packed (0..1)",
     "sync/bytes": "size of the weights sent to the sampler (bytes)",
-    "memory/peak_bytes": "the largest of the next four (bytes)",
-    "memory/rollout_bytes": "peak memory of rank 0 in the rollout: GPU, or process (bytes)",
-    "memory/log_probs_bytes": "the same while log-probs were recomputed (bytes)",
-    "memory/update_bytes": "the same during the update (bytes)",
-    "memory/sync_bytes": "the same during the weight sync (bytes)",
+    "memory/peak_bytes": "peak memory of rank 0 in the step, the largest of its phases (bytes)",
+    "memory/rollout_bytes": "peak memory of rank 0 (GPU, else process) in the rollout (bytes)",
+    "memory/log_probs_bytes": "peak memory of rank 0 while recomputing log-probs (bytes)",
+    "memory/update_bytes": "peak memory of rank 0 in the update (bytes)",
+    "memory/sync_bytes": "peak memory of rank 0 in the weight sync (bytes)",
 }
 
 # With several environments, these are also logged for each one, as name/ENVIRONMENT.
