@@ -72,9 +72,9 @@ PAPER = {
         "other questions over another corpus, an episode ends with its first answer",
     ),
     "webarena": Paper(
-        50, 15, (10.0, 9.8, 18.0, 22.0, 26.0),  # 9.8 as printed, though 50 tasks give even percents
+        50, 15, (10.0, 9.8, 18.0, 22.0, 26.0),  # the paper prints 9.8, which 50 tasks cannot give
         {"Shopping": (15, 33.3), "CMS": (15, 26.7), "Maps": (10, 20.0),
-         "GitLab and Reddit": (10, 20.0)},  # two sub-tasks, one column in print
+         "GitLab and Reddit": (10, 20.0)},  # two sub-tasks, printed as one column
     ),
 }
 # fmt: on
@@ -109,12 +109,14 @@ def differences(benchmark: Benchmark) -> list[str]:
             lines.append(f"{env}: {count} episodes were lost to infrastructure and left out")
         if env not in PAPER:
             continue
-        counts = {name: (_items(row), PAPER[env].row(name)[0]) for name, row in _rows(env, summary)}
-        wrong_counts = [
+        counts = {
+            name: (_num_tasks(row), PAPER[env].row(name)[0]) for name, row in _rows(env, summary)
+        }
+        other_counts = [
             f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper
         ]
-        if wrong_counts:
-            lines.append(f"{env}: other tasks than the paper's test ({', '.join(wrong_counts)})")
+        if other_counts:
+            lines.append(f"{env}: other tasks than the paper's test ({', '.join(other_counts)})")
         if rounds != PAPER[env].max_rounds:
             lines.append(f"{env}: up to {rounds} turns, in the paper {PAPER[env].max_rounds}")
     return lines
@@ -157,19 +159,21 @@ def _table(benchmark: Benchmark) -> list[list[str]]:
     """The cells: a header row, then for each environment its sub-tasks and "all"."""
     k = benchmark.samples
     scores = {"avg": f"avg@{k} % [95 %]"} | ({"pass": f"pass@{k} % [95 %]"} if k > 1 else {})
-    rows = [["family", "sub-task", "items", *scores.values(), "paper's items", *MODELS]]
+    rows = [["environment", "sub-task", "tasks", *scores.values(), "paper's tasks", *MODELS]]
     for env, summary in benchmark.families.items():
         if isinstance(summary, str):
             reason = " ".join(summary.split())
             if len(reason) > 200:  # keep both ends: a traceback ends with the error
                 reason = f"{reason[:100]} ... {reason[-100:]}"
-            rows.append([env, REASON + reason, *[""] * (1 + len(scores)), *_published(env, "all")])
+            rows.append(
+                [env, REASON + reason, *[""] * (1 + len(scores)), *_paper_cells(env, "all")]
+            )
             continue
         for name, row in _rows(env, summary):
-            is_wrong_count = env in PAPER and _items(row) != PAPER[env].row(name)[0]
-            items = f"{_items(row)} !" if is_wrong_count else str(_items(row))
+            is_other_count = env in PAPER and _num_tasks(row) != PAPER[env].row(name)[0]
+            items = f"{_num_tasks(row)} !" if is_other_count else str(_num_tasks(row))
             cells = [percent(row[key]) if row else "-" for key in scores]
-            rows.append([env, name, items, *cells, *_published(env, name)])
+            rows.append([env, name, items, *cells, *_paper_cells(env, name)])
     return rows
 
 
@@ -180,7 +184,7 @@ def _notes(benchmark: Benchmark) -> list[str]:
         *(f"! not comparable: {line}" for line in differences(benchmark)),
         *([f"Maximum number of turns per episode: {', '.join(turns)}."] if turns else []),
         "The paper's numbers: success in %, one sample per task at temperature 1 (arXiv "
-        "2509.08755); the number of items per sub-task is inferred from its percentages.",
+        "2509.08755); the number of tasks per sub-task is inferred from its percentages.",
         *([f"Differences of our environments: {'; '.join(notes)}."] if notes else []),
     ]
 
@@ -193,12 +197,12 @@ def _rows(env: str, summary: Summary) -> list[tuple[str, Summary | None]]:
     return [*((name, subtasks.get(name)) for name in names), ("all", summary["overall"])]
 
 
-def _items(row: Summary | None) -> int:
+def _num_tasks(row: Summary | None) -> int:
     return row["items"] if row else 0
 
 
-def _published(env: str, name: str) -> list[str]:
-    """The cells on the right: the paper's number of items, and its success per model."""
+def _paper_cells(env: str, name: str) -> list[str]:
+    """The cells on the right: the paper's number of tasks, and its success per model."""
     if env not in PAPER:
         return [""] * (1 + len(MODELS))
     items, success = PAPER[env].row(name)

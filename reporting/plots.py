@@ -253,7 +253,7 @@ def _draw_turns(axis: Any, run: RunFiles) -> None:
 
 
 def _draw_signal(axis: Any, run: RunFiles) -> None:
-    """If all samples of a task have the same return, their advantages are 0."""
+    """Draw the share of groups whose returns differ; in the others all advantages are 0."""
     axis.set_title("Groups whose returns differ")
     rows = [row for row in run.metrics if row.get("train/groups")]
     shares = [

@@ -292,7 +292,7 @@ def format_table(summary: Mapping[str, Any]) -> str:
     """A row per sub-task and one for all tasks; intervals are 95 %."""
     k = summary["samples"]
     width = max([10, *(len(name) + 2 for name in summary["subtasks"])])
-    head = f"{'items':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"
+    head = f"{'tasks':>6}{f'avg@{k}':>24}{f'pass@{k}':>24}"
     lines = [f"{'sub-task':<{width}}{head}{'turns':>8}"]
     for name, row in [*summary["subtasks"].items(), ("all", summary["overall"])]:
         turns = "-" if row["turns_mean"] is None else f"{row['turns_mean']:.1f}"

@@ -58,7 +58,7 @@ def benchmark(samples=1, temperature=1.0, **families):
 
 
 def rows_of(markdown):
-    """{(family, sub-task): {column: cell}}"""
+    """{(environment, sub-task): {column: cell}}"""
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     head, _, *rows = cells
@@ -82,7 +82,7 @@ def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_listed
     maze = summary_of(counts, max_rounds=(5, 10), samples=2, num_lost=1)
     table = benchmark(textcraft=craft, babyai=maze, mars="no | Java", temperature=0.5, samples=2)
     rows = rows_of(format_markdown(table))
-    items = {name: row["items"] for (env, name), row in rows.items() if env == "textcraft"}
+    items = {name: row["tasks"] for (env, name), row in rows.items() if env == "textcraft"}
     assert items == {
         "depth 1": "31", "depth 2": "2 !", "depth 3": "0 !", "depth 4": "0 !",
         "depth 5": "1 !", "all": "34 !",
