@@ -251,12 +251,12 @@ def parse(body: bytes) -> Any:
     """Parse the JSON of an answer and make its texts encodable. Raises ValueError if it is not
     JSON, is nested deeper than MAX_DEPTH, or holds NaN or infinity."""
     try:
-        return _checked(json.loads(body.decode(errors="replace")), MAX_DEPTH)
+        return _check_json(json.loads(body.decode(errors="replace")), MAX_DEPTH)
     except RecursionError:
         raise ValueError("brackets are nested thousands of levels deep") from None
 
 
-def _checked(value: Any, depth: int) -> Any:
+def _check_json(value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, float) and not math.isfinite(value):  # NaN, 1e999
@@ -264,9 +264,9 @@ def _checked(value: Any, depth: int) -> Any:
     if isinstance(value, list | dict) and depth == 0:
         raise ValueError(f"brackets are nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
-        return [_checked(item, depth - 1) for item in value]
+        return [_check_json(item, depth - 1) for item in value]
     if isinstance(value, dict):
-        return {encodable(key): _checked(item, depth - 1) for key, item in value.items()}
+        return {encodable(key): _check_json(item, depth - 1) for key, item in value.items()}
     return value
 
 

@@ -56,14 +56,14 @@ class Answer(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         try:
-            text = json.dumps(content, allow_nan=False, separators=(",", ":"), default=_plain)
+            text = json.dumps(content, allow_nan=False, separators=(",", ":"), default=_for_json)
         except (TypeError, ValueError, RecursionError) as error:
             raise failure(f"its answer is not JSON ({error})") from error
         return text.encode("ascii")
 
 
-def _plain(value: Any) -> Any:
-    plain = _unwrapped(value)
+def _for_json(value: Any) -> Any:
+    plain = _to_python(value)
     if plain is value:
         raise TypeError(f"JSON cannot hold a {type(value).__name__}")
     return plain
@@ -118,7 +118,7 @@ class Sessions:
         self.idle_timeout_s = idle_timeout_s
         self.table: dict[int, Session] = {}
         self._numbers = itertools.count(self.first_id)
-        self._closing: set[asyncio.Task] = set()  # these close evicted sessions
+        self._close_tasks: set[asyncio.Task] = set()  # one per evicted session
         self._threads: anyio.CapacityLimiter | None = None
 
     async def call(self, function: Callable, *arguments: Any) -> Any:
@@ -187,9 +187,9 @@ class Sessions:
         limit = time.monotonic() - self.idle_timeout_s
         for session in list(self.table.values()):
             if session.last_used < limit and not session.lock.locked():
-                closing = asyncio.create_task(self._end(self.table.pop(session.session_id)))
-                self._closing.add(closing)  # the loop does not keep a reference to its tasks
-                closing.add_done_callback(self._closing.discard)
+                task = asyncio.create_task(self._end(self.table.pop(session.session_id)))
+                self._close_tasks.add(task)  # the loop does not keep a reference to its tasks
+                task.add_done_callback(self._close_tasks.discard)
 
     async def _end(self, session: Session) -> None:
         """Close the session's environment. If that fails, call() has logged it."""
@@ -218,19 +218,19 @@ terminated, truncated, info
     """
     if not isinstance(outcome, tuple) or len(outcome) != len(TURN):
         raise failure(f"step does not return {', '.join(TURN)}")
-    turn = {name: _unwrapped(value) for name, value in zip(TURN, outcome, strict=True)}
+    turn = {name: _to_python(value) for name, value in zip(TURN, outcome, strict=True)}
     for name, value in turn.items():
         if not isinstance(value, TURN[name]):
             raise failure(f"step returns {name} as {type(value).__name__}")
     if not math.isfinite(turn["reward"]):
         raise failure(f"step returns a reward of {turn['reward']}, which must be finite")
     success = turn["info"].get("success", False)
-    if not isinstance(_unwrapped(success), bool):
+    if not isinstance(_to_python(success), bool):
         raise failure(f"step returns info['success'] as {type(success).__name__}")
     return turn
 
 
-def _unwrapped(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Convert a number or flag of numpy or torch to Python; return any other value unchanged."""
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # also a longer array
         return value.item()

@@ -12,7 +12,7 @@ from envs.searchqa.questions import (
     find_question,
     kind_of,
     num_questions,
-    published,
+    published_question,
 )
 
 
@@ -44,4 +44,4 @@ def test_numbers_are_lines_of_the_data_sets_files_followed_by_the_factbook_quest
 def test_a_file_of_another_split_is_an_error(folder):
     write_questions(folder, "bamboogle_test.jsonl", 126)
     with pytest.raises(LookupError, match="126 lines, but the data set has 125 questions"):
-        published(51_588)
+        published_question(51_588)

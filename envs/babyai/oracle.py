@@ -92,14 +92,14 @@ class Oracle:
         part = remaining_parts(self._level.env.instrs)[0]
         carried = describe(view.carrying) if view.carrying else ""
         if isinstance(part, PutNextInstr):
-            bring = view.carrying in part.desc_move.obj_set
-            goal = part.desc_fixed if bring else part.desc_move
+            carries_it = view.carrying in part.desc_move.obj_set
+            goal = part.desc_fixed if carries_it else part.desc_move
         else:
-            bring, goal = False, part.desc
+            carries_it, goal = False, part.desc
         goal_name = " ".join(word for word in (goal.color, goal.type or "object") if word)
         phrase = action.replace("pickup", "pick up")
         if action == "drop":
-            if bring:
+            if carries_it:
                 return f"I am next to the {goal_name}, so I drop the {carried} here."
             return f"I do not need the {carried} now, so I drop it."
         if target and any(target.object is thing for thing in goal.obj_set):
@@ -114,7 +114,7 @@ class Oracle:
             return f"The way is blocked by {target.name}, so I {phrase}."
         if target and target.object.type == "box" and milestone == TOGGLE:
             return f"There may be a key in {target.name}, so I {phrase}."
-        if milestone == DROP and not bring:
+        if milestone == DROP and not carries_it:
             return f"I want to put down the {carried} elsewhere, so I {phrase}."
         places = [thing.cur_pos for thing in goal.obj_set if thing is not view.carrying]
         if not any(_has_seen(player, place) for place in places):
@@ -123,7 +123,7 @@ class Oracle:
             return f"I need the {describe(thing)} to open a locked door, so I {phrase}."
         if thing is not None and thing.type == "door":
             return f"I want to open the {describe(thing)}, so I {phrase}."
-        if bring:
+        if carries_it:
             return f"I bring the {carried} to the {goal_name}, so I {phrase}."
         if thing is not None and all(thing is not goal_object for goal_object in goal.obj_set):
             return f"The {describe(thing)} is in my way, so I {phrase}."

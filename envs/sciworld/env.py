@@ -187,10 +187,10 @@ class SciWorld:
     def _task(self) -> tuple[str, int, str]:
         """The arguments of ScienceWorld's load(). The easy mode removes the actions on circuits,
         so that part of it is switched off in tasks about electricity."""
-        simplified = jvm.EASY if is_easy(self._task_index) else ""
+        simplifications = jvm.EASY if is_easy(self._task_index) else ""
         if self._kind.topic == "Electricity":
-            simplified = simplified.replace("noElectricalAction,", "")
-        return self._kind.name, self._variation, simplified
+            simplifications = simplifications.replace("noElectricalAction,", "")
+        return self._kind.name, self._variation, simplifications
 
     def _java_seed(self, num_actions: int) -> int:
         """The seed for a call into Java, from the task, the seed and the number of past actions."""

@@ -100,7 +100,7 @@ def num_questions() -> int:
 def find_question(index: int) -> Question:
     """Any question by its number. LookupError if the file of a published one is missing."""
     if index < FIRST_FACTBOOK:
-        return published(index)
+        return published_question(index)
     return factbook_questions()[index - FIRST_FACTBOOK]
 
 
@@ -139,7 +139,7 @@ def data_set_of(index: int) -> Published:
 open_lines = cache(Lines)
 
 
-def published(index: int) -> Question:
+def published_question(index: int) -> Question:
     """Read a published question from the file of its data set."""
     data_set = data_set_of(index)
     folder = os.environ.get(FOLDER_VARIABLE)
