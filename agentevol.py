@@ -2,7 +2,7 @@
 
     demonstrations ──┐
                      ├──> 1 the evolving set ──> 2 imitate it ──> 3 measure
-    the policy plays ┘        each iteration adds explored trajectories with a return to the set
+    the policy plays ┘        each iteration adds trajectories with a positive return to the set
 
 Why should this raise the return? The goal is the probability of a good trajectory,
 
@@ -27,8 +27,8 @@ policy explores first and therefore needs a warm start.
 
 `evolving/iteration_001.jsonl` holds the set of each iteration, with the origin, return and weight
 of each trajectory. Compared with RL there is no baseline and no negative example. The loss never
-makes a mistake less likely, except by making other actions more likely. In return, the data of one
-exploration serves several steps.
+makes a mistake less likely, except by making other actions more likely. On the other hand, the data of
+one exploration is used for several steps.
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
@@ -145,24 +145,24 @@ def train(config: EvolConfig) -> Run:
         evolving: list[Example] = []
         for step in session.steps_left():
             clock = Clock(vars(config))
-            iteration, place = divmod(step - 1, config.steps_per_iteration)
+            iteration, step_index = divmod(step - 1, config.steps_per_iteration)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
             with session.saving_on_failure():
-                if place == 0 or not evolving:
+                if step_index == 0 or not evolving:
                     with clock("time/rollout_s"):
                         evolving, explored = evolve(session, files, step, demonstrations)
-                w.sleep_sampler()  # while the weights are still those of a step
-            if place == 0:
+                w.sleep_sampler()  # before the weights change, in case it fails
+            if step_index == 0:
                 metrics |= explored
                 if iteration:  # the first iteration begins with the initial weights
                     start_iteration(session, config)
 
             # --------------------------------------------------------------------------- 2 imitate
             key = f"evolve/{config.seed}/{iteration}"
-            rows, epochs = portion(place + 1, len(evolving), config.mini_batch_size, key)
+            rows, epochs = portion(step_index + 1, len(evolving), config.mini_batch_size, key)
             batch = w.batch_of([evolving[row] for row in rows])
-            w.set_learning_rates(place + 1)
+            w.set_learning_rates(step_index + 1)
             with clock("time/update_s"):
                 metrics |= imitate(w.policy, batch, w.objective_for(len(batch)), seed=step)
             metrics |= data_metrics(batch, epochs, clock)
@@ -207,7 +207,7 @@ def initial_set(config: EvolConfig) -> list[Record]:
 
 
 def evolve(
-    session: Session[MethodWorker], files: IterationFiles, step: int, first: Sequence[Record]
+    session: Session[MethodWorker], files: IterationFiles, step: int, initial: Sequence[Record]
 ) -> tuple[list[Example], dict[str, Any]]:
     """The set of a step's iteration, and its metrics. They are read from the run if it has them;
     otherwise the current policy explores, and the set grows by the result.
@@ -217,12 +217,12 @@ def evolve(
     """
     w, config = session.worker, session.config
     assert isinstance(config, EvolConfig)
-    iteration, place = divmod(step - 1, config.steps_per_iteration)
-    saved = files.read(iteration + 1, must_exist=place > 0)
+    iteration, step_index = divmod(step - 1, config.steps_per_iteration)
+    saved = files.read(iteration + 1, must_exist=step_index > 0)
     if saved is None:
-        previous = list(first)
-        if iteration and (last := files.read(iteration, must_exist=True)):
-            previous = last[0]
+        previous = list(initial)
+        if iteration and (last_set := files.read(iteration, must_exist=True)):
+            previous = last_set[0]
         if config.merge_with == "demonstrations":
             previous = [record for record in previous if record["origin"] == DEMONSTRATED]
         examples, metrics = w.explore(step)

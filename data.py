@@ -11,8 +11,8 @@ The policy therefore trains on exactly the sequences that it will see. loss_mask
 with `loss` true. A conversation from a run contains the sampled ids, because encoding its text
 again can produce other tokens.
 
-An oracle demonstrates tasks: over HTTP, turn by turn, it returns a good action. formats.py reads
-other people's files, and runs.
+An oracle demonstrates tasks: in each turn the environment server returns a good action over HTTP.
+formats.py reads conversations from files and earlier runs.
 
 Read next: sft.py. Lesson: tutorials/14_imitation.md.
 """

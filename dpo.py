@@ -19,10 +19,10 @@ stored with the pairs in `pairs/iteration_001.jsonl`, so a second copy of the mo
       ──> 1 pairs, with the reference's log-probs ──> 2 update ──> 3 measure, log, save
 
 The loss depends only on the margin h, so both likelihoods can fall. If the likelihood of the better
-trajectory falls far, the policy does something else: watch preference/chosen_log_prob. Agents are
-prone to this, because a failed trajectory is longer than a success and most of its actions were
-right. --sft-coef therefore adds imitation of the better trajectory (arXiv 2404.19733; RESULTS.md
-has runs without it).
+trajectory falls far, the policy drifts to a third behaviour: watch preference/chosen_log_prob.
+Agents are prone to this, because a failed trajectory is longer than a success and most of its
+actions were right. --sft-coef therefore adds imitation of the better trajectory (arXiv 2404.19733;
+RESULTS.md has runs without it).
 
     python dpo.py --env textcraft                                     # plays to get pairs
     python dpo.py --data runs/NAME                                    # pairs from an earlier run
@@ -174,13 +174,13 @@ def train(config: DpoConfig) -> Run:
         pairs, ref_sums, loaded_iteration = list[Pair](), torch.empty(0, 2), -1
         for step in session.steps_left():
             clock = Clock(vars(config))
-            iteration, place = divmod(step - 1, config.steps_per_iteration)
+            iteration, step_index = divmod(step - 1, config.steps_per_iteration)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
             if loaded_iteration != iteration:
                 with session.saving_on_failure(), clock("time/rollout_s"):
                     pairs, ref_sums, explored = pairs_of_iteration(session, files, step, file_pairs)
-                metrics |= explored if place == 0 else {}
+                metrics |= explored if step_index == 0 else {}
                 loaded_iteration = iteration
 
             # ----------------------------------------------------------------------------- 2 update
@@ -190,7 +190,7 @@ def train(config: DpoConfig) -> Run:
             else:
                 key = f"dpo/{config.seed}/{iteration}"
                 size = config.mini_batch_size // 2
-                rows, epochs = portion(place + 1, len(pairs), size, key)
+                rows, epochs = portion(step_index + 1, len(pairs), size, key)
                 batch = batch_of([pairs[row] for row in rows], w.pad_id)  # B = 2 rows per pair
                 batch.ref_sums = ref_sums[rows].flatten()  # (B,)
                 with session.saving_on_failure():
@@ -458,8 +458,8 @@ def pairs_of_iteration(
     """
     w, config = session.worker, session.config
     assert isinstance(config, DpoConfig)
-    iteration, place = divmod(step - 1, config.steps_per_iteration)
-    if (saved := files.read(iteration + 1, must_exist=place > 0)) is not None:
+    iteration, step_index = divmod(step - 1, config.steps_per_iteration)
+    if (saved := files.read(iteration + 1, must_exist=step_index > 0)) is not None:
         lines, summary = saved
         pairs = [parse_pair(line, str(line["id"]), w.chat) for line in lines]
         sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
