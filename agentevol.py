@@ -27,8 +27,8 @@ policy explores first and therefore needs a warm start.
 
 `evolving/iteration_001.jsonl` holds the set of each iteration, with the origin, return and weight
 of each trajectory. Compared with RL there is no baseline and no negative example. The loss never
-makes a mistake less likely, except by making other actions more likely. On the other hand, the data of
-one exploration is used for several steps.
+makes a mistake less likely, except by making other actions more likely. On the other hand, several
+steps can use the data of one exploration.
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
