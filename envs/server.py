@@ -61,7 +61,7 @@ from envs.sessions import (
 )
 
 MAX_FILES = 65_536  # some machines allow a billion, and programs that close them all become slow
-LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})  # names of this machine
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})  # Host names of this machine
 
 
 def create_app(

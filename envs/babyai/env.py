@@ -9,9 +9,9 @@ Description: 40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated b
 Action Space: turn left, turn right, move forward, toggle, drop, check available actions. Other
     actions walk as far as needed: go to OBJECT N, pickup OBJECT N, go through DOOR N, toggle and go
     through DOOR N (envs/babyai/world.py).
-Observation Space: The goal (in the first observation) or the result of the action, the objects in
-    view with their distances in steps, the walls, the carried object, and the list of actions that
-    are possible now. After an impossible action: the reason and that list.
+Observation Space: The first observation names the goal, later ones the result of the action. Then
+    come the objects in view with their distances in steps, the walls, the carried object, and the
+    list of actions that are possible now. An impossible action gets only the reason and this list.
 Rewards: 1 - 0.9 * steps / max_steps for the action that fulfils the mission, otherwise 0. `steps`
     counts minigrid's primitive actions; max_steps (16 to 2880) depends on the level. An impossible
     action does not count as a step.

@@ -22,10 +22,10 @@ Arguments: reset(task_index, seed=0). The variation determines the start. The se
     random events (how bees move). The same (task_index, seed, actions) gives the same texts.
 Id Lists: ids/sciworld_*.json, written once by envs/sciworld/__main__.py of commit 7b8c4ed. They
     respect ScienceWorld's split (tasks.py).
-    test, train                 lists of AgentGym-RL's sizes, 200 and 2,120, with the same number of
-                                tasks per topic. AgentGym-RL's choice of variations is not
-                                published, so we drew ours with a fixed seed. Every kind of task has
-                                its share of a topic.
+    test, train                 lists of AgentGym-RL's sizes, 200 and 2,120, with its number of
+                                tasks for each topic. Its choice of variations is not published, so
+                                we drew ours with a fixed seed. Within a topic, every kind of task
+                                has its share.
     short_test, short_train     a curriculum for a laptop: easy tasks that the oracle solves within
                                 6 actions, the same number of each kind. The kinds are finding a
                                 living thing, a non-living thing, a plant or an animal, and

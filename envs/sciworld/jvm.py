@@ -12,9 +12,9 @@ Lock: All simulators of a process share state. Two calls at the same time corrup
 Randomness: The shared state includes the process's only random generator. Java's identity hashes
     also decide the order of lists. So every call sets a seed, and -XX:hashCode=2 makes all hashes
     equal. Then the results depend only on the seeds.
-Failure: A process is killed if it dies, runs out of memory, or does not answer a call within the
-    time limit. Its seats raise JvmLost, and the next seat starts a new process. A process also ends
-    when we end, because it reads a pipe that only we keep open.
+Failure: A process can die, run out of memory, or exceed the time limit of a call. We then kill it;
+    its seats raise JvmLost, and the next new seat starts another process. A process also ends when
+    we end, because it reads a pipe that only we keep open.
 
 Environment variables: SCIWORLD_JVMS, the number of processes (default: the number of cores, at most
 2); SCIWORLD_HEAP, the memory of a process (2g); SCIWORLD_CALL_TIMEOUT_S, the time limit of a call

@@ -6,12 +6,12 @@ of the first. This is the deep search of Search-R1 (https://arxiv.org/abs/2503.0
 corpus.
 
 Description: Questions about the CIA World Factbook, in five sub-tasks: one hop, bridge and border
-    (two hops), three hops, comparison. If the operator has their files, also the questions of seven
-    published data sets about Wikipedia. envs/searchqa/questions.py numbers all of them.
+    (two hops), three hops, comparison. An operator who has the files can also serve the questions
+    of seven published data sets about Wikipedia. envs/searchqa/questions.py numbers all questions.
 Action Space: <search> query </search> or <answer> short answer </answer>. The first complete tag of
     a text counts. A text without one uses up a turn; the observation names the problem.
-Observation Space: The first observation is "Question: ...?". After a search come three passages of
-    at most a hundred words each; in a tag or "<|" within them, the bracket is replaced:
+Observation Space: The first observation is "Question: ...?". A search returns three passages of at
+    most a hundred words each. In a tag or "<|" within a passage, the bracket is replaced:
         <information>Doc 1(Title: Kenya - Economy) ...
         Doc 2(Title: ...) ...
         Doc 3(Title: ...) ...</information>
