@@ -176,7 +176,7 @@ class HttpClient:
         self._in_use.add(sock)
         try:
             if self.is_aborted:
-                raise ConnectionLost("hung up")
+                raise ConnectionLost("this client has been aborted")
             sock.settimeout(max(end - time.monotonic(), 0.001))
             connection.response_class = partial(_Response, end=end)  # type: ignore[assignment]
             connection.request(method, request_target, content, headers)
