@@ -95,9 +95,7 @@ def sets_of(tmp_path):
     return [[json.loads(line) for line in f.read_text("utf-8").splitlines()] for f in files]
 
 
-def test_the_set_grows_by_what_earned_and_each_iteration_begins_at_the_base(
-    tmp_path, url, monkeypatch
-):
+def test_each_iteration_adds_successes_and_begins_with_the_base_policy(tmp_path, url, monkeypatch):
     forget, models = MethodWorker.free_policy, []
 
     def free_and_check(worker):

@@ -348,7 +348,7 @@ def test_episodes_with_two_seeds_are_not_compared_even_with_equal_openings():
         ("open, bright", "open, dark"),  # the sequence ends with the last action
     ],
 )
-def test_equal_actions_with_different_returns_are_no_preference(better, worse):
+def test_equal_actions_with_different_returns_do_not_form_a_pair(better, worse):
     episodes = [episode("a", better, 1.0), episode("a", worse, 0.0)]
     assert pairs_and_counts(episodes) == ([], {"equal texts": 1})
 
