@@ -458,7 +458,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 self._changed.notify_all()
             return client
 
-    def of(self, env: str) -> "EnvPool":
+    def for_env(self, env: str) -> "EnvPool":
         """This pool, whatever the name; EnvPools chooses one."""
         return self
 
@@ -562,7 +562,7 @@ class EnvPools:
     def __init__(self, pools: Mapping[str, EnvPool]) -> None:
         self._pools = pools
 
-    def of(self, env: str) -> "EnvPool":
+    def for_env(self, env: str) -> "EnvPool":
         return self._pools[env]
 
 

@@ -271,7 +271,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
 
 
 def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
-    """How many of the tasks are training tasks of --run; 0 if that run learns from files."""
+    """The number of tasks that are training tasks of --run; 0 if that run learns from files."""
     train_ids = set[str]()
     with contextlib.suppress(ValueError, OSError):  # the run's id list no longer exists
         if config.run:

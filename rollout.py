@@ -16,7 +16,7 @@ policy learns from them. Failures outside its control (a server dies, a time-out
 the retry fails too, the trajectory is marked `env_error`, left out of the loss and of its group's
 baseline, and counted.
 
-The last section decides which tasks a step plays. That choice is a pure function of the step.
+The last section chooses the tasks of a step, as a pure function of the step.
 
 Read first: `trajectory.py`. Read next: `envclient.py`.
 """
@@ -93,13 +93,13 @@ class RolloutLog:
     """A record of one `collect`, complete even if `collect` raises."""
 
     on_end: Callable[[RolloutHandler], None] = lambda handler: None  # called in collect's thread
-    ended: list[RolloutHandler] = field(default_factory=list)  # in the order in which they ended
+    trajectories: list[RolloutHandler] = field(default_factory=list)  # in the order of their ends
     seconds: float = 0.0
     engine_idle_s: float = 0.0  # time without any request at the engine while episodes were open
     generated_tokens: int = 0
 
     def end(self, handler: RolloutHandler) -> None:
-        self.ended.append(handler)
+        self.trajectories.append(handler)
         self.on_end(handler)
 
 
@@ -167,7 +167,7 @@ def collect(
         if isinstance(error, EngineError):
             for episode in generating.values():
                 episode.fail("engine_error", error)
-        logged_ids = {id(handler) for handler in log.ended}
+        logged_ids = {id(handler) for handler in log.trajectories}
         for episode in episodes:  # includes episodes whose last answer is still in the queue
             if episode.handler.stop_reason and id(episode.handler) not in logged_ids:
                 log.end(episode.handler)
@@ -290,7 +290,7 @@ class _Episode:
         settings: RolloutSettings,
         stopping: threading.Event,
     ) -> None:
-        self.pool = pools.of(request.task.env)
+        self.pool = pools.for_env(request.task.env)
         self.chat, self.request, self.settings = chat, request, settings
         self.stopping = stopping
         self.client: EnvClient | None = None
@@ -474,7 +474,7 @@ def _env_cycle(num_envs: int, weights: Sequence[int]) -> list[int]:
 
 
 def _num_earlier(env: int, position: int, cycle: Sequence[int]) -> int:
-    """How many of the positions before this one belong to the environment."""
+    """The number of earlier positions that belong to the environment."""
     num_cycles, remainder = divmod(position, len(cycle))
     return num_cycles * cycle.count(env) + cycle[:remainder].count(env)
 

@@ -286,7 +286,7 @@ class RLWorker(Worker):
         return super().learning_rates() | {"critic": self.config.critic_learning_rate}
 
     def parts(self) -> dict[str, tuple[Any, Any]]:
-        """What is trained: name -> (model, optimizer)."""
+        """The trained models: name -> (model, optimizer)."""
         parts = super().parts()
         if self.critic is not None:
             parts["critic"] = (self.critic.model, self.critic.optimizer)

@@ -160,7 +160,7 @@ class Worker:
         self.pool = EnvPools(pools)
         c, self.openings = self.config, []
         for env, (task, *_) in tasks_by_env(self.tasks).items():
-            with self.pool.of(env).client() as client:
+            with self.pool.for_env(env).client() as client:
                 observation = client.reset(task.task_index)
                 self.openings.append(self.chat.opening(client.prompt, observation))
             num_tokens = len(self.openings[-1]) + c.max_tokens_per_turn
@@ -259,7 +259,7 @@ class Worker:
         try:
             trajectories = self.play(requests, step - 1, "rollout", log)
         except (EngineError, distributed.RankError):  # raised on all ranks
-            finished = [t for part in distributed.gather(log.ended) for t in part]
+            finished = [t for part in distributed.gather(log.trajectories) for t in part]
             self.run.write_trajectories(f"step_{step:06d}", finished)
             raise
         seconds = max(log.seconds, 1e-9)

@@ -1,8 +1,8 @@
 """
 Play an environment with a model behind an OpenAI-compatible chat server.
 
-The server receives messages and returns text, without token ids or log-probs. That is enough for
-evaluation, but not for training. So this file has a short episode loop over messages:
+The server receives messages and returns text, without token ids or log-probs. This is enough to
+evaluate a model, but not to train it. So this file has a short episode loop over messages:
 
     messages = PROMPT + [first observation]
     repeat at most max_rounds times:

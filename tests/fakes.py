@@ -194,7 +194,7 @@ class FakePool:
         self.open: set[FakeClient] = set()
         self.num_opened = 0
 
-    def of(self, env: str) -> "FakePool":
+    def for_env(self, env: str) -> "FakePool":
         return self
 
     def client(self, avoid=()) -> FakeClient:

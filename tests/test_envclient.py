@@ -1,4 +1,4 @@
-"""The HTTP client against a scripted flaky server, one that speaks as AgentGym's, and ours."""
+"""envclient.py: client and pool, with a scripted server, AgentGym's format and our server."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ from envclient import (
 ROOT = Path(__file__).parents[1]
 ACTION = "Thought: look.\nAction: inventory"
 STEP = {"observation": "Got 1 oak log", "reward": 0, "done": False}
-USUAL = {
+DEFAULT_ANSWERS = {
     "/reset": (200, {"id": 0, "observation": "Goal: craft stick.", "done": False, "reward": 0}),
     "/step": (200, STEP),
     "/observation": (200, "Got 1 oak log"),
@@ -42,12 +42,12 @@ USUAL = {
 NOT_FOUND = (404, {"detail": "Not Found"})
 
 
-# --- A server that does what a test tells it to --------------------------------------------------
+# --- A scripted server ---------------------------------------------------------------------------
 
 
-class Flaky(BaseHTTPRequestHandler):
+class ScriptedHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # one packet an answer: two would wait 40 ms for each other
+    wbufsize = -1  # one packet per answer; a second one would wait 40 ms
 
     def log_message(self, *_):
         pass
@@ -73,17 +73,17 @@ class Flaky(BaseHTTPRequestHandler):
     do_GET = do_POST
 
 
-class FlakyServer(ThreadingHTTPServer):
-    """Answers as AgentGym's TextCraft server, or with what `script[path]` holds: (status, content),
-    used up once. Content is JSON, or text to send as it is; "hang" and "hang up" are ways of not
-    answering. `log` holds (path, fields).
+class ScriptedServer(ThreadingHTTPServer):
+    """Answers like AgentGym's TextCraft server, or with the next entry of `script[path]`: (status,
+    content). Content is JSON, or text that is sent unchanged; for "hang" and "hang up" it sends no
+    answer. `log` holds (path, fields).
     """
 
     daemon_threads = True
     request_queue_size = 128  # with 5, connections of a busy machine wait a second
 
     def __init__(self, port=0):
-        super().__init__(("127.0.0.1", port), Flaky)
+        super().__init__(("127.0.0.1", port), ScriptedHandler)
         self.script, self.log, self.num_sessions = {}, [], 0
         self.released = threading.Event()
         self.port = self.server_address[1]
@@ -96,10 +96,10 @@ class FlakyServer(ThreadingHTTPServer):
         if path == "/create":
             self.num_sessions += 1
             return 200, {"id": self.num_sessions - 1}
-        return USUAL.get(path, NOT_FOUND)
+        return DEFAULT_ANSWERS.get(path, NOT_FOUND)
 
     def count(self, path):
-        return sum(logged == path for logged, _ in self.log)
+        return sum(logged_path == path for logged_path, _ in self.log)
 
     def close(self):
         self.released.set()
@@ -107,25 +107,25 @@ class FlakyServer(ThreadingHTTPServer):
         self.server_close()
 
 
-def running():
-    flaky = FlakyServer()
-    yield flaky
-    flaky.close()
+def scripted_server():
+    server = ScriptedServer()
+    yield server
+    server.close()
 
 
-server = pytest.fixture(running, name="server")
-other = pytest.fixture(running, name="other")
+server = pytest.fixture(scripted_server, name="server")
+server_2 = pytest.fixture(scripted_server, name="server_2")
 
 
 @pytest.fixture
-def playing(server):
+def client(server):
     """A client in the middle of an episode."""
     with connect("textcraft", server.url, timeout_s=2.0) as client:
         client.reset(0)
         yield client
 
 
-# --- AgentGym's own wire -------------------------------------------------------------------------
+# --- AgentGym's wire format ----------------------------------------------------------------------
 
 
 def test_an_episode_with_agentgyms_server_sends_exactly_its_fields(server):
@@ -154,8 +154,8 @@ def test_an_episode_with_agentgyms_server_sends_exactly_its_fields(server):
     ]
 
 
-def scripted(server, env, *steps):
-    """The results of one action after the other on AgentGym's server of `env`."""
+def play_script(server, env, *steps):
+    """The results of actions for which AgentGym's server of `env` answers with `steps`."""
     server.script["/step"] = [(200, {"observation": "x", **step}) for step in steps]
     with connect(env, server.url, timeout_s=2.0) as client:
         client.reset(0)
@@ -163,25 +163,25 @@ def scripted(server, env, *steps):
 
 
 def test_agentgyms_babyai_is_over_when_it_has_paid(server):
-    """It plays on after a reward of 0.5 or less, and pays again for standing at the goal."""
-    nothing, paid = scripted(
+    """The server itself continues after a reward of 0.5 or less, and pays again at the goal."""
+    unpaid, paid = play_script(
         server,
         "babyai",
         {"reward": 0, "score": 0, "done": False},
         {"reward": 0.4, "score": 0.4, "done": False},
     )
-    assert nothing[1:4] == (0.0, False, False)
+    assert unpaid[1:4] == (0.0, False, False)
     assert paid[1:4] == (0.4, True, False)
     assert paid.info == {"success": True, "score": 0.4}
 
 
-def test_agentgyms_sciworld_counts_what_is_above_the_best_so_far(server):
-    """Its score falls to -100 at a wrong focus, and "reset task" lets it be earned twice."""
-    first = {"task_description": "Boil water.", "observation": "A room."}
-    server.script["/reset"] = [(200, first)] * 2
+def test_agentgyms_sciworld_pays_only_for_a_score_above_the_best_so_far(server):
+    """Its score falls to -100 at a wrong focus, and after "reset task" it can be earned again."""
+    answer = {"task_description": "Boil water.", "observation": "A room."}
+    server.script["/reset"] = [(200, answer)] * 2
     with connect("sciworld", server.url, timeout_s=2.0) as client:
         assert client.reset(0) == "Boil water.\nA room."
-    results = scripted(
+    results = play_script(
         server,
         "sciworld",
         {"reward": 50, "score": 50, "done": False},
@@ -194,43 +194,44 @@ def test_agentgyms_sciworld_counts_what_is_above_the_best_so_far(server):
     assert not results[-1].info["success"]
 
 
-def test_done_is_terminated_unless_the_server_tells_the_two_apart(server):
-    apart = {"done": True, "terminated": False, "truncated": True}
-    (theirs,) = scripted(server, "textcraft", {"reward": 0, "done": True})
-    (ours,) = scripted(server, "textcraft", {"reward": 0, **apart})
-    assert (theirs[2:4], ours[2:4]) == ((True, False), (False, True))
+def test_done_means_terminated_unless_the_server_sends_terminated_and_truncated(server):
+    fields = {"done": True, "terminated": False, "truncated": True}
+    (agentgym_result,) = play_script(server, "textcraft", {"reward": 0, "done": True})
+    (our_result,) = play_script(server, "textcraft", {"reward": 0, **fields})
+    assert (agentgym_result[2:4], our_result[2:4]) == ((True, False), (False, True))
 
 
-def test_score_adds_up_this_episodes_rewards_and_the_servers_info_wins(server, playing):
-    part = STEP | {"reward": 0.25}
-    server.script["/step"] = [(200, part), (200, part), (200, part | {"info": {"score": 70}})]
-    assert [playing.step(ACTION).info["score"] for _ in range(3)] == [0.25, 0.5, 70]
-    playing.reset(1)
-    server.script["/step"] = [(200, part | {"reward": 0.6})] * 2
-    assert playing.step(ACTION).info["score"] == 0.6
+def test_score_is_the_sum_of_rewards_unless_the_server_sends_a_score(server, client):
+    answer = STEP | {"reward": 0.25}
+    with_score = answer | {"info": {"score": 70}}
+    server.script["/step"] = [(200, answer), (200, answer), (200, with_score)]
+    assert [client.step(ACTION).info["score"] for _ in range(3)] == [0.25, 0.5, 70]
+    client.reset(1)
+    server.script["/step"] = [(200, answer | {"reward": 0.6})] * 2
+    assert client.step(ACTION).info["score"] == 0.6
     with pytest.raises(EnvProtocolError, match="sum to 1.2"):  # more than 1 over the episode
-        playing.step(ACTION)
+        client.step(ACTION)
 
 
-# --- What the policy got wrong: reward 0, and the episode goes on --------------------------------
+# --- Mistakes of the policy: reward 0, and the episode continues ---------------------------------
 
 
-def test_a_text_that_cannot_be_played_earns_0_and_the_episode_goes_on(server, playing):
-    unread = playing.step("I think I will craft something.")
-    assert server.count("/step") == 0, "the server is not asked"
-    assert unread.observation == unread.info["parse_error"] and "Action" in unread.observation
+def test_a_text_that_cannot_be_played_earns_0_and_the_episode_continues(server, client):
+    unparsed = client.step("I think I will craft something.")
+    assert server.count("/step") == 0, "nothing is sent to the server"
+    assert unparsed.observation == unparsed.info["parse_error"] and "Action" in unparsed.observation
     server.script["/step"] = [(413, {"error": "the body has 1000001 bytes", "hint": "be brief"})]
-    refused = playing.step(ACTION)
+    refused = client.step(ACTION)
     assert refused.observation == refused.info["rejected"]
     assert "1000001 bytes; be brief" in refused.observation
-    assert unread[1:4] == refused[1:4] == (0.0, False, False)
-    assert playing.step(ACTION).observation == "Got 1 oak log"
+    assert unparsed[1:4] == refused[1:4] == (0.0, False, False)
+    assert client.step(ACTION).observation == "Got 1 oak log"
 
 
-# --- What the server got wrong: one named error each, with address, status and body --------------
+# --- Failures of the server: one error class each, with address, status and body -----------------
 
 PAYS = STEP | {"terminated": False, "truncated": False, "info": {"success": False}}
-# what the server answers, the error that it is, words in its message
+# The server's answer, the error class, words in the message.
 FAILURES = [
     ((0, "hang"), EnvTimeout, "no answer within 0.2 s"),
     ((0, "hang up"), EnvConnectionError, "is the server running"),
@@ -239,10 +240,10 @@ FAILURES = [
     ((200, {"error": "The task with environment 0 has been deleted."}), SessionLost, "deleted"),
     ((200, {"error": "list index out of range"}), EnvProtocolError, "reports an error: list index"),
     ((200, "<html><body>Welcome to nginx</body></html>"), EnvProtocolError, "not JSON"),
-    # Not the policy's doing: a proxy's limit, another field.
+    # Not mistakes of the policy: a proxy's limit, a missing field.
     ((413, "<html>413 Request Entity Too Large</html>"), EnvProtocolError, "413"),
     ((422, {"detail": [{"msg": "Field required"}]}), EnvProtocolError, "Field required"),
-    # Each of these was trained on in the past, or ended the run with a traceback.
+    # In the past, each of these was trained on or ended the run with a traceback.
     ((200, STEP | {"observation": None}), EnvProtocolError, "'observation'"),
     ((200, STEP | {"observation": "x" * 1_100_000}), EnvProtocolError, "larger than 1048576"),
     ((200, STEP | {"reward": "1"}), EnvProtocolError, "number 'reward'"),
@@ -256,49 +257,51 @@ FAILURES = [
 
 @pytest.mark.parametrize(("answer", "error", "words"), FAILURES)
 def test_a_failed_step_raises_its_own_error_once_and_is_never_repeated(
-    server, playing, answer, error, words
+    server, client, answer, error, words
 ):
-    playing.timeout_s = 0.2 if answer[1] == "hang" else 2.0
+    client.timeout_s = 0.2 if answer[1] == "hang" else 2.0
     server.script["/step"] = [answer]
-    with pytest.raises(EnvError) as caught:
-        playing.step(ACTION)
-    assert type(caught.value) is error
-    assert words in str(caught.value) and server.url + "/step" in str(caught.value)
-    assert len(str(caught.value)) < 1000
-    assert caught.value.status in (answer[0], None)
-    with pytest.raises(StepOutsideEpisode):  # what the world did is unknown: no second guess
-        playing.step(ACTION)
+    with pytest.raises(EnvError) as error_info:
+        client.step(ACTION)
+    message = str(error_info.value)
+    assert type(error_info.value) is error
+    assert words in message and server.url + "/step" in message
+    assert len(message) < 1000
+    assert error_info.value.status in (answer[0], None)
+    with pytest.raises(StepOutsideEpisode):  # the environment's state is unknown
+        client.step(ACTION)
     assert server.count("/step") == 1
-    playing.timeout_s = 2.0
-    assert playing.reset(0) == "Goal: craft stick."
+    client.timeout_s = 2.0
+    assert client.reset(0) == "Goal: craft stick."
 
 
 # --- Sessions and misuse -------------------------------------------------------------------------
 
 
-def test_a_server_that_is_full_has_done_nothing_and_is_asked_again(server, playing):
+def test_a_request_to_a_full_server_is_repeated(server, client):
+    """A full server has done nothing, so repeating even a /step is safe."""
     server.script["/step"] = server.script["/reset"] = [(429, {"error": "slow down"})] * 2
-    assert playing.step(ACTION).observation and playing.reset(0)
+    assert client.step(ACTION).observation and client.reset(0)
     assert server.count("/step") == 3
 
 
-def test_one_client_tries_a_server_that_hangs_and_the_others_go_elsewhere(server, other):
-    with pool_over(server, other, timeout_s=2.0, back_off_s=0.05, dead_wait_s=1.0) as pool:
-        hung = next(a for a in pool.addresses if a.url == server.url)
-        hung.rest_s, server.script["/create"] = 0.05, [(200, "hang")] * 9
+def test_only_one_client_tests_a_server_that_hangs(server, server_2):
+    with pool_over(server, server_2, timeout_s=2.0, back_off_s=0.05, dead_wait_s=1.0) as pool:
+        address = next(a for a in pool.addresses if a.url == server.url)
+        address.rest_s, server.script["/create"] = 0.05, [(200, "hang")] * 9
         with ThreadPoolExecutor(4) as threads:
-            tries = [threads.submit(pool.client) for _ in range(5)]
-            assert {each.result().base_url for each in tries} == {other.url}
+            futures = [threads.submit(pool.client) for _ in range(5)]
+            assert {future.result().base_url for future in futures} == {server_2.url}
     assert server.count("/create") == 1
 
 
-def test_reset_opens_a_new_session_for_one_that_the_server_has_forgotten(server, playing):
+def test_reset_opens_a_new_session_if_the_server_has_lost_the_old_one(server, client):
     server.script["/reset"] = [(404, {"error": "session 0 does not exist", "hint": "POST /create"})]
-    assert playing.reset(5) == "Goal: craft stick."
+    assert client.reset(5) == "Goal: craft stick."
     assert server.log[-1] == ("/reset", {"id": 1, "data_idx": 5, "seed": 0})
 
 
-def test_a_client_says_when_it_is_used_out_of_turn_and_closes_once(server):
+def test_a_step_outside_an_episode_is_an_error_and_close_is_sent_once(server):
     client = connect("textcraft", server.url)
     with pytest.raises(StepOutsideEpisode, match=r"call reset\(\)"):
         client.step("no action either")
@@ -323,32 +326,32 @@ def pool_over(*urls, **options):
         yield pool
 
 
-def test_new_clients_go_where_the_fewest_are(server, other):
-    with pool_over(server, other) as pool:
+def test_new_clients_go_to_the_server_with_the_fewest_clients(server, server_2):
+    with pool_over(server, server_2) as pool:
         clients = [pool.client() for _ in range(6)]
-        assert Counter(c.base_url for c in clients) == {server.url: 3, other.url: 3}
+        assert Counter(c.base_url for c in clients) == {server.url: 3, server_2.url: 3}
         for client in clients:
             if client.base_url == server.url:
                 client.close()
         assert {pool.client().base_url for _ in range(3)} == {server.url}
-    assert server.count("/close") + other.count("/close") == 9, "pool.close() closes what is open"
+    assert server.count("/close") + server_2.count("/close") == 9, "pool.close() closes the rest"
 
 
-def test_traffic_leaves_a_dead_server_and_comes_back_when_it_is_restarted(server, other):
-    revived = []
-    timer = threading.Timer(0.4, lambda: revived.append(FlakyServer(port=other.port)))
-    with pool_over(server, other, dead_wait_s=10.0) as pool:
-        assert {pool.client().base_url for _ in range(2)} == {server.url, other.url}
-        other.close()
+def test_a_dead_server_is_avoided_and_used_again_after_a_restart(server, server_2):
+    restarted = []
+    timer = threading.Timer(0.4, lambda: restarted.append(ScriptedServer(port=server_2.port)))
+    with pool_over(server, server_2, dead_wait_s=10.0) as pool:
+        assert {pool.client().base_url for _ in range(2)} == {server.url, server_2.url}
+        server_2.close()
         assert {pool.client().base_url for _ in range(6)} == {server.url}
         server.close()
         timer.start()
-        assert pool.client().base_url == other.url, "the pool waits for one that has worked"
+        assert pool.client().base_url == server_2.url, "the pool waits, since it worked before"
     timer.join()
-    revived[0].close()
+    restarted[0].close()
 
 
-def test_when_every_server_is_full_the_pool_waits_and_then_says_so(server):
+def test_if_every_server_is_full_the_pool_waits_and_then_raises_an_error(server):
     full = (429, {"error": "8 sessions are open"})
     with pool_over(server, busy_wait_s=2.0) as pool:
         server.script["/create"] = [full, full]
@@ -359,49 +362,51 @@ def test_when_every_server_is_full_the_pool_waits_and_then_says_so(server):
             pool.client()
 
 
-def test_when_all_are_dead_one_error_names_each_with_its_last_error(server, other):
+def test_if_all_servers_are_down_the_error_has_the_last_error_of_each(server, server_2):
     server.close()
-    other.script["/create"] = [(500, {"error": "no recipes found"})] * 99
-    with pool_over(server, other) as pool, pytest.raises(AllServersDown) as caught:
-        pool.client()  # one cannot be reached, the other cannot create
-    text = str(caught.value)
+    server_2.script["/create"] = [(500, {"error": "no recipes found"})] * 99
+    with pool_over(server, server_2) as pool, pytest.raises(AllServersDown) as error:
+        pool.client()
+    text = str(error.value)
     assert "no textcraft server can be used" in text
     assert f"\n  {server.url}/create" in text and "refused" in text
-    assert f"\n  {other.url}/create" in text and "no recipes found" in text
+    assert f"\n  {server_2.url}/create" in text and "no recipes found" in text
 
 
 # --- An early end --------------------------------------------------------------------------------
 
 
-def test_many_sessions_at_a_server_that_hangs_are_closed_in_one_time_out(server, monkeypatch):
-    """One after the other, as a loop that Ctrl-C has ended does: 5 of them took five time-outs."""
+def test_closing_many_sessions_at_a_server_that_hangs_takes_one_time_out(server, monkeypatch):
+    """After Ctrl-C the loop closes them one by one; in the past each took a time-out."""
     monkeypatch.setattr("envclient.CLOSE_TIMEOUT_S", 1.0)
     with pool_over(server, timeout_s=30.0) as pool:
         clients = [pool.client() for _ in range(5)]
         server.script["/close"] = [(0, "hang")] * 99
-        started = time.monotonic()
+        start = time.monotonic()
         assert [client.close() for client in clients] == [False] * 5
-        assert time.monotonic() - started < 4.0
-    assert server.count("/close") == 1, "one was told in vain, and the others were not"
+        assert time.monotonic() - start < 4.0
+    assert server.count("/close") == 1, "after the first time-out no further /close is sent"
 
 
-def test_closing_a_client_in_mid_step_does_not_blame_its_server(server):
-    """Ctrl-C in a rollout: the other sessions of the same server are still told to close."""
+def test_closing_a_client_during_a_step_does_not_count_as_a_failure_of_its_server(server):
+    """After Ctrl-C in a rollout, the server's other sessions still get their /close."""
     with pool_over(server, timeout_s=30.0) as pool, ThreadPoolExecutor(1) as threads:
-        stepping, idle = pool.client(), pool.client()
-        stepping.reset(0)
+        busy_client, idle_client = pool.client(), pool.client()
+        busy_client.reset(0)
         server.script["/step"] = [(0, "hang")]
-        step = threads.submit(stepping.step, ACTION)
+        step = threads.submit(busy_client.step, ACTION)
         while server.count("/step") == 0:
             time.sleep(0.02)
-        assert stepping.close() is True
+        assert busy_client.close() is True
         assert isinstance(step.exception(timeout=5), EnvConnectionError)
         assert pool.addresses[0].rest_s == 0
-        assert idle.close() is True
+        assert idle_client.close() is True
 
 
-def test_clients_count_a_crash_once_and_wait_for_no_address_that_never_worked(server, monkeypatch):
-    """A mistyped port cost a minute: 10 s at each of three tries, for every episode."""
+def test_a_crash_counts_once_and_an_address_that_never_worked_is_not_waited_for(
+    server, monkeypatch
+):
+    """In the past a mistyped port cost a minute: 10 s for each of three resets of every episode."""
     server.close()
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("envclient.time", clock)
@@ -413,38 +418,38 @@ def test_clients_count_a_crash_once_and_wait_for_no_address_that_never_worked(se
     ):
         (address,) = pool.addresses
         for _ in range(5):
-            tries = [threads.submit(pool.client) for _ in range(16)]
-            assert {type(each.exception(timeout=10)) for each in tries} == {AllServersDown}
+            futures = [threads.submit(pool.client) for _ in range(16)]
+            assert {type(f.exception(timeout=10)) for f in futures} == {AllServersDown}
             pauses.append(address.rests_until - clock.now)
             clock.now = address.rests_until
     assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-def test_a_pool_refuses_no_address_and_the_same_twice():
+def test_a_pool_needs_at_least_one_address_and_no_duplicates():
     for urls in ([], ["http://a:1", "http://a:1/"]):
         with pytest.raises(ValueError, match="give each server's address once"):
             EnvPool("textcraft", urls)
 
 
-# --- A server for the length of a block ----------------------------------------------------------
+# --- A local server ------------------------------------------------------------------------------
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server():
-    """A run finishes its step and saves after Ctrl-C; the terminal signals the whole group."""
+    """A run finishes its step after Ctrl-C, but the terminal signals the full process group."""
     code = (
         "import os, signal, time\nfrom envclient import connect, local_server\n"
         "with local_server('textcraft') as url, connect('textcraft', url) as client:\n"
         "    try:\n        os.killpg(0, signal.SIGINT)\n        time.sleep(60)\n"
         "    except KeyboardInterrupt:\n        print(client.reset(0)[:8])\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, cwd=ROOT, start_new_session=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.stdout.strip() == "Crafting", done.stderr
+    assert process.stdout.strip() == "Crafting", process.stderr
 
 
-def test_a_server_of_another_world_is_noticed_before_anything_is_played():
+def test_a_server_of_the_wrong_environment_is_noticed_before_the_first_episode():
     with local_server("textcraft") as url:
         with EnvPool("babyai", [url]) as pool, pytest.raises(EnvError, match="serves textcraft"):
             pool.client()

@@ -1,4 +1,4 @@
-"""rollout.py: exact tokens and masks, budgets, what becomes of a trajectory when things fail."""
+"""rollout.py: exact tokens and masks, budgets, and trajectories when something fails."""
 
 import contextlib
 import doctest
@@ -53,12 +53,12 @@ WORDS = word_tokenizer()
 
 @pytest.fixture(scope="module")
 def chat():
-    """A template over a tokenizer with one id a word."""
+    """A template for a tokenizer with one id per word."""
     return ChatTemplate(WORDS)
 
 
 def saying(*texts):
-    """A policy that says texts[n] in its turn n, whatever it reads."""
+    """A policy that says texts[n] in turn n, regardless of its prompt."""
     end_of_turn = ids_of("<e>")[0]
 
     def answer(request_id, prompt_ids):
@@ -72,16 +72,16 @@ def playing(*results):
     return lambda task_index, turn, text: results[turn - 1]
 
 
-def failing(turns, then=None, error=None):
-    """An environment that raises for the first `turns` calls of step, over all sessions."""
-    left = [turns]
+def failing(num_failures, error=None):
+    """An environment whose first `num_failures` calls of step raise, over all sessions."""
+    failures_left = [num_failures]
     error = error or EnvServerError("the environment failed", "http://fake/step", 500)
 
     def play(task_index, turn, text):
-        if left[0]:
-            left[0] -= 1
+        if failures_left[0]:
+            failures_left[0] -= 1
             raise error
-        return then or observe("open", 1.0, terminated=True)
+        return observe("open", 1.0, terminated=True)
 
     return play
 
@@ -90,7 +90,7 @@ def failing(turns, then=None, error=None):
 
 
 def test_three_turns_have_exactly_this_mask(chat):
-    """Trap 7 too: the second turn is cut at 3 tokens, its end is not the policy's, and it acts."""
+    """Also trap 7: the second turn is cut at 3 tokens. Its end-of-turn has mask 0, and it acts."""
     pool = FakePool(playing(observe("bright"), observe("no"), observe("home", 1.0, True)))
     engine = ScriptedEngine(saying("light lamp<e>", "go north go take<e>", "open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_tokens_per_turn=3))
@@ -109,12 +109,12 @@ def test_three_turns_have_exactly_this_mask(chat):
     assert spans == [[1, 1, 1]] * 3 and sum(handler.loss_mask) == 9
     assert handler.stop_reason == "success" and handler.total_return == 1.0
     sampled = [x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if m]
-    assert sampled == [-1 / 8, -2 / 8, -3 / 8] * 3, "the sampler's own"
+    assert sampled == [-1 / 8, -2 / 8, -3 / 8] * 3, "the sampler's log-probs"
     assert {x for x, m in zip(handler.rollout_log_probs, handler.loss_mask) if not m} == {0.0}
 
 
 def test_every_prompt_is_a_prefix_of_the_next_and_of_the_trajectory():
-    """Trap 6, over a byte tokenizer whose texts re-encode differently from what was sampled."""
+    """Trap 6, with a byte tokenizer: the sampled text, encoded again, gives different ids."""
     tokenizer = load_tokenizer(resolve_model("tiny"))
     chat = ChatTemplate(tokenizer)
     letters = [i for c in "get 1 stick" for i in tokenizer.encode(c, add_special_tokens=False)]
@@ -133,8 +133,8 @@ def test_every_prompt_is_a_prefix_of_the_next_and_of_the_trajectory():
         assert turn.action_text == "get 1 stick"
 
 
-def test_a_turn_ended_by_the_end_of_sequence_gets_its_end_of_turn_unsampled():
-    """Models whose end of sequence is not the template's end of turn: both stop, one is said."""
+def test_a_turn_that_ends_with_the_end_of_sequence_gets_an_end_of_turn_with_mask_0():
+    """For models whose end-of-sequence token differs from the template's end-of-turn token."""
     chat = ChatTemplate(byte_tokenizer(eos="<|endoftext|>"))
     end_of_text = chat.tokenizer.eos_token_id
     pool = FakePool(playing(observe("home", 1.0, True)))
@@ -149,22 +149,22 @@ def test_a_turn_ended_by_the_end_of_sequence_gets_its_end_of_turn_unsampled():
 
 
 def test_a_turn_that_the_trajectory_budget_cuts_is_not_played(chat):
-    """Trap 10: room for 18 of 19 tokens; the winning answer would need one more."""
-    played = []
-    pool = FakePool(lambda *turn: played.append(turn) or observe("home", 1.0, True))
+    """Trap 10: the budget has 18 tokens, and the winning answer would need 19."""
+    steps = []
+    pool = FakePool(lambda *turn: steps.append(turn) or observe("home", 1.0, True))
     engine = ScriptedEngine(saying("open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=18))
     assert draw(handler, WORDS)[-3:] == ["[open]", "[door]", "<e>"]
     assert handler.stop_reason == "length" and handler.truncated and not handler.terminated
-    assert not played and handler.total_return == 0.0 and not handler.success
+    assert not steps and handler.total_return == 0.0 and not handler.success
     assert handler.is_valid and not pool.open
 
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=19))
-    assert handler.stop_reason == "success" and len(played) == 1 and handler.total_return == 1.0
+    assert handler.stop_reason == "success" and len(steps) == 1 and handler.total_return == 1.0
 
 
 @pytest.mark.parametrize("budget", range(10, 60))
-def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
+def test_no_budget_is_exceeded_and_no_reward_comes_after_it(chat, budget):
     pool = FakePool(
         playing(observe("bright", 0.25), observe("no", 0.25), observe("home", 0.5, True))
     )
@@ -180,21 +180,21 @@ def test_no_budget_is_exceeded_and_no_reward_lies_past_it(chat, budget):
 
 
 @pytest.mark.parametrize(
-    ("budget", "asked"),
+    ("budget", "requests"),
     [
-        (29, [(15, 13)]),  # 18 + 10 of the observation, and no room for a token and its end
+        (29, [(15, 13)]),  # 18 + 10 for the observation leave no room for a token and its end
         (30, [(15, 14), (28, 1)]),
         (31, [(15, 15), (28, 2)]),
     ],
 )
-def test_an_observation_is_appended_if_a_token_and_its_end_fit_behind_it(chat, budget, asked):
+def test_an_observation_is_appended_if_a_token_and_its_end_fit_after_it(chat, budget, requests):
     pool = FakePool(playing(observe("bright", 0.5), observe("home", 0.5, True)))
     engine = ScriptedEngine(saying("light lamp<e>", "open door<e>"))
     settings = settings_of(max_trajectory_tokens=budget)
     (handler,) = collect(engine, pool, chat, requests_of(1), settings)
-    assert [(len(ids), s.max_tokens) for _, ids, s in engine.requests] == asked
+    assert [(len(ids), s.max_tokens) for _, ids, s in engine.requests] == requests
     assert handler.stop_reason == "length" and handler.total_return == 0.5
-    assert len(handler.input_ids) == (budget if len(asked) > 1 else 18)
+    assert len(handler.input_ids) == (budget if len(requests) > 1 else 18)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_an_observation_is_appended_if_a_token_and_its_end_fit_behind_it(chat, b
         (observe("no " * 500, 1.0, success=True), "length", False, True),  # does not fit
     ],
 )
-def test_the_stop_reason_says_who_ended_it(chat, last, stop_reason, terminated, success):
+def test_the_stop_reason_follows_from_the_last_answer(chat, last, stop_reason, terminated, success):
     pool = FakePool(playing(observe("dark"), last))
     engine = ScriptedEngine(saying("wait<e>", "wait<e>"))
     requests = requests_of(1, max_rounds=3 if stop_reason == "length" else 2)
@@ -216,7 +216,7 @@ def test_the_stop_reason_says_who_ended_it(chat, last, stop_reason, terminated, 
     assert handler.stop_reason == stop_reason and len(handler.turns) == 2
     assert (handler.terminated, handler.truncated) == (terminated, not terminated)
     assert handler.success is success and handler.is_valid
-    assert handler.messages[-1]["role"] == "assistant"  # nobody reads the last observation
+    assert handler.messages[-1]["role"] == "assistant"  # the last observation is not appended
     assert handler.turns[-1].observation_text == last.observation
     assert not pool.open
 
@@ -225,58 +225,58 @@ def test_the_stop_reason_says_who_ended_it(chat, last, stop_reason, terminated, 
 
 
 def test_a_slow_environment_delays_only_itself(chat):
-    """Trap 9: the slow step returns only after all the others have played to their end."""
-    others_ended, ended, waited = threading.Event(), [], []
+    """Trap 9: the slow step returns only after all other episodes have ended."""
+    fast_done, ended_ids, wait_results = threading.Event(), [], []
 
     def play(task_index, turn, text):
         if task_index == 0 and turn == 1:
-            waited.append(others_ended.wait(timeout=60))
+            wait_results.append(fast_done.wait(timeout=60))
         return observe("no")
 
     def progress(handler):
-        ended.append(handler.task_id)
-        if len(ended) == 3:
-            others_ended.set()
+        ended_ids.append(handler.task_id)
+        if len(ended_ids) == 3:
+            fast_done.set()
 
     engine, log = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>")), RolloutLog(progress)
     handlers = collect(engine, FakePool(play), chat, requests_of(4), settings_of(), log)
     assert 0 < log.engine_idle_s < log.seconds < 120
-    assert waited == [True]
-    assert ended[-1] == "fake_0"
+    assert wait_results == [True]
+    assert ended_ids[-1] == "fake_0"
     assert [h.task_id for h in handlers] == ["fake_0", "fake_1", "fake_2", "fake_3"]
     assert all(len(h.turns) == 3 for h in handlers)
 
 
-def test_no_more_episodes_are_open_than_the_engines_cache_keeps(chat):
-    """One begins when another has ended; all are played."""
-    begun, ended, most = [], [], []
+def test_at_most_max_open_episodes_are_open(chat):
+    """A new episode starts when another one ends, until all are played."""
+    starts, ends, num_open = [], [], []
 
     def on_reset(task_index):
-        begun.append(task_index)
-        most.append(len(begun) - len(ended))
+        starts.append(task_index)
+        num_open.append(len(starts) - len(ends))
         return "dark"
 
     pool = FakePool(playing(*[observe("no")] * 3), on_reset)
     engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"), max_open=3)
-    handlers = collect(engine, pool, chat, requests_of(10), settings_of(), RolloutLog(ended.append))
+    handlers = collect(engine, pool, chat, requests_of(10), settings_of(), RolloutLog(ends.append))
     assert [h.task_id for h in handlers] == [f"fake_{i}" for i in range(10)]
-    assert all(len(h.turns) == 3 for h in handlers) and max(most) == 3
-    assert sorted(begun[:3]) == [0, 1, 2] and sorted(begun) == list(range(10))
+    assert all(len(h.turns) == 3 for h in handlers) and max(num_open) == 3
+    assert sorted(starts[:3]) == [0, 1, 2] and sorted(starts) == list(range(10))
 
 
 def test_each_part_of_the_key_changes_the_seed():
     base = (3, 1, "fake_0", 0, 0)
-    others = [(4, 1, "fake_0", 0, 0), (3, 2, "fake_0", 0, 0), (3, 1, "fake_1", 0, 0)]
-    others += [(3, 1, "fake_0", 1, 0), (3, 1, "fake_0", 0, 1), (3, 11, "fake_0", 0, 0)]
-    seeds = {sampling_seed(*key) for key in [base, *others]}
+    keys = [base, (4, 1, "fake_0", 0, 0), (3, 2, "fake_0", 0, 0), (3, 1, "fake_1", 0, 0)]
+    keys += [(3, 1, "fake_0", 1, 0), (3, 1, "fake_0", 0, 1), (3, 11, "fake_0", 0, 0)]
+    seeds = {sampling_seed(*key) for key in keys}
     assert len(seeds) == 7 and all(0 <= seed < 2**63 for seed in seeds)
     assert sampling_seed(*base) == 4994733517405576116  # the same on any machine
 
 
-# --------------------------------------------------------------------- what can go wrong
+# -------------------------------------------------------------------------------- failures
 
 
-def test_an_episode_that_fails_in_mid_step_starts_over_once_from_reset(chat):
+def test_an_episode_whose_step_fails_starts_over_once_from_reset(chat):
     pool = FakePool(failing(1))
     engine = ScriptedEngine(saying("open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
@@ -287,7 +287,7 @@ def test_an_episode_that_fails_in_mid_step_starts_over_once_from_reset(chat):
 
 
 def test_an_episode_that_fails_twice_is_an_env_error_and_out_of_the_loss(chat):
-    """Trap 5: AgentGym-RL scores it 0 and trains on it."""
+    """Trap 5: AgentGym-RL gives it return 0 and trains on it."""
     pool = FakePool(failing(2, error=EnvTimeout("silent for 60 s", "http://fake/step")))
     engine = ScriptedEngine(saying("open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
@@ -298,12 +298,12 @@ def test_an_episode_that_fails_twice_is_an_env_error_and_out_of_the_loss(chat):
 
 
 @pytest.mark.parametrize(("num_failures", "stop_reason"), [(2, "success"), (3, "env_error")])
-def test_reset_is_tried_on_three_servers(chat, num_failures, stop_reason):
-    left = [num_failures]
+def test_reset_is_attempted_three_times(chat, num_failures, stop_reason):
+    failures_left = [num_failures]
 
     def on_reset(task_index):
-        left[0] -= 1
-        if left[0] >= 0:
+        failures_left[0] -= 1
+        if failures_left[0] >= 0:
             raise EnvServerError("no browser", "http://fake/reset", 500)
         return "dark"
 
@@ -314,7 +314,7 @@ def test_reset_is_tried_on_three_servers(chat, num_failures, stop_reason):
     assert handler.is_valid == (stop_reason == "success")
 
 
-def test_failures_are_counted_per_step_and_too_many_of_them_name_the_server(chat):
+def test_too_many_failures_raise_an_error_that_names_the_server(chat):
     def play(task_index, turn, text):
         if task_index < 2:
             url = f"http://10.0.0.{6 + task_index}:36005/step"
@@ -328,37 +328,37 @@ def test_failures_are_counted_per_step_and_too_many_of_them_name_the_server(chat
     assert [h.stop_reason for h in handlers] == ["env_error"] * 2 + ["success"] * 6
     assert [h.is_valid for h in handlers] == [False] * 2 + [True] * 6
     log = RolloutLog()
-    with pytest.raises(TooManyEnvFailures, match="2 of 8") as failure:
+    with pytest.raises(TooManyEnvFailures, match="2 of 8") as error:
         settings = settings_of(max_env_failures=0.2)
         collect(engine, FakePool(play), chat, requests_of(8), settings, log)
-    assert "--max-env-failures 20%" in str(failure.value)
-    assert "http://10.0.0.7:36005/step: no browser [HTTP 500: chrome died]" in str(failure.value)
-    assert len(str(failure.value).splitlines()) == 1 and len(log.ended) == 8
+    assert "--max-env-failures 20%" in str(error.value)
+    assert "http://10.0.0.7:36005/step: no browser [HTTP 500: chrome died]" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1 and len(log.trajectories) == 8
 
 
 def test_lost_trajectories_are_counted_per_environment_and_as_a_share_of_all(chat):
-    """One of nine is lost, which the limit allows; of the small environment it is all there is."""
+    """One of nine is lost, which the limit allows, but it is the only one of its environment."""
     engine, pool = ScriptedEngine(saying("open door<e>")), FakePool(failing(2))
-    (lost,) = collect(engine, pool, chat, requests_of(1), settings_of())
-    others = [replace(lost, stop_reason="success", env="other") for _ in range(8)]
-    check_failures([lost, *(replace(t, env=lost.env) for t in others)], limit=0.2)
+    (failure,) = collect(engine, pool, chat, requests_of(1), settings_of())
+    successes = [replace(failure, stop_reason="success", env="other") for _ in range(8)]
+    check_failures([failure, *(replace(t, env=failure.env) for t in successes)], limit=0.2)
     with pytest.raises(TooManyEnvFailures, match="1 of 1 trajectories of fake were lost"):
-        check_failures([lost, *others], limit=0.2)
-    check_failures([lost], limit=0.25, total=4)  # of several processes each knows its own
+        check_failures([failure, *successes], limit=0.2)
+    check_failures([failure], limit=0.25, total=4)  # the others have not ended yet
     with pytest.raises(TooManyEnvFailures, match="1 of 3 trajectories were lost"):
-        check_failures([lost], limit=0.25, total=3)
+        check_failures([failure], limit=0.25, total=3)
 
 
-@pytest.mark.parametrize("where", ["reset", "step", "policy"])
-def test_a_bug_in_a_thread_or_in_the_engine_surfaces_and_does_not_hang(chat, where):
+@pytest.mark.parametrize("place", ["reset", "step", "policy"])
+def test_a_bug_in_a_thread_or_in_the_engine_surfaces_and_does_not_hang(chat, place):
     def bug(*_):
         return 1 // 0
 
     pool = FakePool(
-        bug if where == "step" else playing(observe("no")),
-        bug if where == "reset" else lambda task_index: "dark",
+        bug if place == "step" else playing(observe("no")),
+        bug if place == "reset" else lambda task_index: "dark",
     )
-    engine = ScriptedEngine(bug if where == "policy" else saying("wait<e>"))
+    engine = ScriptedEngine(bug if place == "policy" else saying("wait<e>"))
     with pytest.raises(ZeroDivisionError):
         collect(engine, pool, chat, requests_of(3), settings_of())
     assert engine.aborted
@@ -367,14 +367,14 @@ def test_a_bug_in_a_thread_or_in_the_engine_surfaces_and_does_not_hang(chat, whe
 
 
 def wait_for_threads():
-    """Until no environment call is under way."""
+    """Wait until no environment call is running."""
     for thread in threading.enumerate():
         if thread.name.startswith(THREAD_NAME):
             thread.join(timeout=10)
 
 
 def stop_when(condition, error):
-    """An engine's on_poll that raises as soon as the condition holds."""
+    """An `on_poll` for ScriptedEngine that raises as soon as the condition is true."""
 
     def on_poll():
         if condition():
@@ -385,37 +385,37 @@ def stop_when(condition, error):
 
 
 @pytest.mark.parametrize("error", [EngineError("out of memory"), KeyboardInterrupt()])
-def test_an_engine_error_or_ctrl_c_keeps_what_finished_and_closes_every_session(chat, error):
-    """The engine fails when task 0 is over; tasks 1 and 2 are in the middle of an answer."""
-    finished = []
+def test_an_engine_error_or_ctrl_c_saves_ended_trajectories_and_closes_every_session(chat, error):
+    """The engine fails when task 0 has ended and tasks 1 and 2 are being sampled."""
+    ended = []
     pool = FakePool(lambda *_: observe("home", 1.0, terminated=True))
     engine = ScriptedEngine(
         saying("open door<e>"),
         is_ready=lambda request_id: "t0000" in request_id,
-        on_poll=stop_when(lambda: len(finished) == 1 and pool.num_opened == 3, error),
+        on_poll=stop_when(lambda: len(ended) == 1 and pool.num_opened == 3, error),
     )
     with pytest.raises(type(error)):
-        collect(engine, pool, chat, requests_of(3), settings_of(), RolloutLog(ended=finished))
+        collect(engine, pool, chat, requests_of(3), settings_of(), RolloutLog(trajectories=ended))
     reasons = {"fake_0": "success"}
     if isinstance(error, EngineError):
         reasons |= {"fake_1": "engine_error", "fake_2": "engine_error"}
-        assert {h.error for h in finished[1:]} == {"out of memory"}
-    assert {h.task_id: h.stop_reason for h in finished} == reasons
-    assert [h.is_valid for h in finished] == [True] + [False] * (len(finished) - 1)
+        assert {h.error for h in ended[1:]} == {"out of memory"}
+    assert {h.task_id: h.stop_reason for h in ended} == reasons
+    assert [h.is_valid for h in ended] == [True] + [False] * (len(ended) - 1)
     assert engine.aborted and engine.num_running == 0
     wait_for_threads()
     assert not pool.open
 
 
 @pytest.mark.parametrize("call", ["open", "reset", "step"])
-def test_a_session_that_is_in_mid_call_when_the_run_stops_is_closed_too(chat, call):
-    """Ctrl-C while an environment works: its thread must not go on, nor open another session."""
-    is_waiting, may_go_on = threading.Event(), threading.Event()
+def test_a_session_with_a_running_call_is_closed_when_the_run_stops(chat, call):
+    """Ctrl-C during an environment call: its thread must not continue or open another session."""
+    is_waiting, can_continue = threading.Event(), threading.Event()
 
-    def wait(here, task_index=0):
-        if call == here and task_index == 0 and not is_waiting.is_set():
+    def wait(current_call, task_index=0):
+        if call == current_call and task_index == 0 and not is_waiting.is_set():
             is_waiting.set()
-            assert may_go_on.wait(timeout=60)
+            assert can_continue.wait(timeout=60)
 
     pool = FakePool(
         lambda task_index, *_: wait("step", task_index) or observe("no"),
@@ -429,7 +429,7 @@ def test_a_session_that_is_in_mid_call_when_the_run_stops_is_closed_too(chat, ca
     )
     with pytest.raises(KeyboardInterrupt):
         collect(engine, pool, chat, requests_of(2), settings_of())
-    may_go_on.set()
+    can_continue.set()
     wait_for_threads()
     assert not pool.open and pool.num_opened <= 2
 
@@ -439,7 +439,7 @@ def test_a_session_that_is_in_mid_call_when_the_run_stops_is_closed_too(chat, ca
 
 @contextlib.contextmanager
 def server_process(port=0):
-    """(address, process) of an environment server that a test may kill."""
+    """The address of an environment server that a test can kill."""
     command = [sys.executable, "-m", "envs.server", "--env", "textcraft", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -450,21 +450,21 @@ def server_process(port=0):
         process.stdout.close()
 
 
-def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
-    """Trap 23: each trajectory, played again in an environment of its own, sees the same."""
+def test_a_server_that_restarts_during_a_rollout_does_not_mix_up_sessions():
+    """Trap 23: replayed in a new environment, each trajectory gets the same observations."""
     chat = ChatTemplate(byte_tokenizer())
-    indices = list(range(140, 164))  # plans of several turns, each its own recipe
+    indices = list(range(140, 164))  # plans of several turns, all with different recipes
     plans = {}
     for index in indices:
         env = TextCraft()
         env.reset(index)
         plans[index] = [f"Action: {action}" for action in env.state_for_people()["plan"]]
-    asked = []
+    request_ids = []
 
     def answer(request_id, prompt_ids):
-        asked.append(request_id)
-        if len(asked) == 36:  # every episode has begun
-            server.close()  # kills it
+        request_ids.append(request_id)
+        if len(request_ids) == 36:  # every episode has started
+            server.close()  # kills the server process
             server.enter_context(server_process(url.rpartition(":")[2]))
         turn = prompt_ids.count(chat.end_of_turn) // 2 - 1
         plan = plans[indices[int(request_id[9:13])]]
@@ -479,17 +479,17 @@ def test_a_server_that_restarts_in_mid_rollout_crosses_no_sessions():
         url = server.enter_context(server_process())
         with EnvPool("textcraft", [url], timeout_s=20) as pool:
             handlers = collect(ScriptedEngine(answer), pool, chat, requests, settings)
-    assert all(h.is_valid for h in handlers)  # an episode starts over once
+    assert all(h.is_valid for h in handlers)  # because an episode starts over once
     for handler in handlers:
         env = TextCraft()
-        first = env.reset(int(handler.task_id.rpartition("_")[2]), handler.seed)
-        assert handler.messages[-2 * len(handler.turns)]["content"] == first
+        first_observation = env.reset(int(handler.task_id.rpartition("_")[2]), handler.seed)
+        assert handler.messages[-2 * len(handler.turns)]["content"] == first_observation
         for turn in handler.turns:
             observation, reward, *_ = env.step(env.parse(turn.action_text))
             assert (turn.observation_text, turn.reward) == (observation, reward)
 
 
-# ------------------------------------------------------------------------------ the record
+# -------------------------------------------------------------------------- trajectory line
 
 
 def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
@@ -517,25 +517,25 @@ def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
     assert first["state"] == {"turn": 1} and second["state"] == {"turn": 2}
     assert 0 < first["generate_s"] < 60 and 0 < first["env_s"] < 60
     assert [m["role"] for m in line["messages"]] == ["system", *["user", "assistant"] * 2]
-    assert line["messages"][3]["content"] == "no"  # the policy reads what was wrong
+    assert line["messages"][3]["content"] == "no"  # the policy reads the parse error
     assert not any(name.startswith("_") for name in line)
 
 
-def test_an_episode_that_starts_over_does_not_keep_the_others_steps_waiting(chat):
-    """Its new session may have to wait for another episode to end (429); with one thread for
-    steps, that other one could not end while the restart sat in it."""
-    other_ended, failed = threading.Event(), []
+def test_an_episode_that_starts_over_does_not_block_the_steps_of_others(chat):
+    """Its new session can have to wait until another episode ends (429). If the restart used the
+    only thread for steps, that episode could never end."""
+    other_ended, failures = threading.Event(), []
 
     def play(task_index, turn, text):
-        if task_index == 0 and not failed:
-            failed.append(1)
+        if task_index == 0 and not failures:
+            failures.append(1)
             raise EnvConnectionError("gone", "http://fake/step")
         other_ended.set()
         return observe("home", 1.0, True)
 
     def on_open():
-        if failed and pool.num_opened == 2:
-            assert other_ended.wait(10), "the restart holds the thread that steps run in"
+        if failures and pool.num_opened == 2:
+            assert other_ended.wait(10), "the restart blocks the thread for steps"
 
     pool = FakePool(play, on_open=on_open)
     engine = ScriptedEngine(saying("open door<e>"))
@@ -550,52 +550,49 @@ def test_the_examples_in_the_docstrings_run():
     assert doctest.testmod(rollout).failed == 0
 
 
-def test_a_task_that_comes_twice_in_a_turn_has_samples_of_its_own():
-    """By step, task and sample the sampler's random numbers are told apart (rollout.py)."""
+def test_a_task_that_is_drawn_twice_gets_new_sample_numbers():
+    """The sampler's random numbers depend on step, task and sample number only (rollout.py)."""
     tasks = [Task(f"t_{n}", n, "", "textcraft") for n in range(3)]
     requests = draw_requests(1, tasks, 7, 4, seed=0, step=1, horizons={"textcraft": 5})
     assert len({r.group_id for r in requests}) == 7
     assert len({(r.task.task_id, r.sample) for r in requests}) == len(requests) == 28
-    once = draw_requests(1, tasks, 3, 4, seed=0, step=1, horizons={"textcraft": 5})
-    assert sorted({r.sample for r in once}) == [0, 1, 2, 3]
+    requests = draw_requests(1, tasks, 3, 4, seed=0, step=1, horizons={"textcraft": 5})
+    assert sorted({r.sample for r in requests}) == [0, 1, 2, 3]
 
 
-def test_a_group_shares_the_seed_of_its_place_in_the_run():
-    """A seed of its own for each place, so that a task that comes again is another instance."""
+def test_a_group_shares_the_seed_of_its_position_in_the_run():
+    """Each position has a different seed, so a task that is drawn again is a new instance."""
     tasks = [Task(f"t_{n}", n, "", "textcraft") for n in range(3)]
-    drawn = [
+    draws = [
         draw_requests(t, tasks, 2, 2, seed, step=9, horizons={"textcraft": 5})
         for seed, t in ((0, 1), (0, 2), (7, 3))
     ]
-    seeds = [[(r.group_id, r.seed) for r in requests] for requests in drawn]
+    seeds = [[(r.group_id, r.seed) for r in requests] for requests in draws]
     assert seeds[0] == [(0, 0), (0, 0), (1, 1), (1, 1)]
     assert seeds[1] == [(0, 2), (0, 2), (1, 3), (1, 3)]
     assert seeds[2] == [(0, 7_000_025), (0, 7_000_025), (1, 7_000_026), (1, 7_000_026)]
-    assert {(r.step, r.max_rounds) for r in drawn[2]} == {(9, 5)}
+    assert {(r.step, r.max_rounds) for r in draws[2]} == {(9, 5)}
 
 
 @given(
-    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=3),
-    per_turn=st.integers(1, 7),
+    envs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=3),
+    size=st.integers(1, 7),
     key=st.text(max_size=3),
 )
-def test_each_environment_plays_all_its_tasks_before_one_comes_again(worlds, per_turn, key):
-    """Against counters that walk from the first position to the last."""
-    counts, weights = [count for count, _ in worlds], [weight for _, weight in worlds]
-    taken = [
-        pair for turn in range(1, 9) for pair in draw_indices(turn, counts, per_turn, key, weights)
-    ]
-    assert len(taken) == 8 * per_turn
-    for start in range(0, len(taken) - sum(weights) + 1, sum(weights)):
-        dealt = Counter(world for world, _ in taken[start : start + sum(weights)])
-        assert [dealt[world] for world in range(len(worlds))] == weights
-    for world, count in enumerate(counts):
-        own = [index for each, index in taken if each == world]
-        for start in range(0, len(own) - count + 1, count):
-            assert sorted(own[start : start + count]) == list(range(count))
+def test_each_environment_plays_all_its_tasks_before_one_is_repeated(envs, size, key):
+    counts, weights = [count for count, _ in envs], [weight for _, weight in envs]
+    pairs = [pair for t in range(1, 9) for pair in draw_indices(t, counts, size, key, weights)]
+    assert len(pairs) == 8 * size
+    for start in range(0, len(pairs) - sum(weights) + 1, sum(weights)):
+        env_counts = Counter(env for env, _ in pairs[start : start + sum(weights)])
+        assert [env_counts[env] for env in range(len(envs))] == weights
+    for env, count in enumerate(counts):
+        indices = [index for pair_env, index in pairs if pair_env == env]
+        for start in range(0, len(indices) - count + 1, count):
+            assert sorted(indices[start : start + count]) == list(range(count))
 
 
-def test_the_draws_of_one_environment_do_not_depend_on_there_being_others():
-    alone = [index for turn in range(1, 7) for _, index in draw_indices(turn, [5], 2, "0")]
-    beside = [pair for turn in range(1, 7) for pair in draw_indices(turn, [5, 3], 4, "0", [1, 1])]
-    assert [index for world, index in beside if world == 0] == alone
+def test_the_draws_of_an_environment_do_not_depend_on_other_environments():
+    indices = [index for t in range(1, 7) for _, index in draw_indices(t, [5], 2, "0")]
+    pairs = [pair for t in range(1, 7) for pair in draw_indices(t, [5, 3], 4, "0", [1, 1])]
+    assert [index for env, index in pairs if env == 0] == indices
