@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from toy_env import Shown, registered  # noqa: E402
+from toy_env import OracleLetters, registered  # noqa: E402
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with registered(Shown):
+    with registered(OracleLetters):
         sys.exit(import_module(sys.argv[1]).command_line(sys.argv[2:]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from methods_toy import conversation, run, settings, write_lines
-from toy_env import Shown, read_metrics, serve
+from toy_env import OracleLetters, read_metrics, serve
 
 import agentevol
 from agentevol import EvolConfig, select, texts_of
@@ -19,7 +19,7 @@ from run.methodworker import MethodWorker
 
 @pytest.fixture(scope="module")
 def url():
-    with serve(Shown) as url:
+    with serve(OracleLetters) as url:
         yield url
 
 

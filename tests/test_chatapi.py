@@ -1,4 +1,4 @@
-"""The message loop against a real environment and a chat server that follows a script."""
+"""sampling/chatapi.py: the message loop with a real environment and a scripted chat server."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from sampling.chatapi import ApiError, ApiRefused, ChatApi, Stopped, collect_api
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """`reply(path, body) -> (status, headers, object or text)`; None hangs up."""
+    """`reply(path, body) -> (status, headers, object or text)`; None closes the connection."""
 
     def __init__(self):
         outer, self.requests = self, []
@@ -48,7 +48,7 @@ class ScriptedServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, *_):
-        """The client hung up."""
+        """The client closed the connection."""
 
     def __exit__(self, *exception):
         self.shutdown()
@@ -68,12 +68,12 @@ def serve():
     with contextlib.ExitStack() as stack:
 
         def start(*script):
-            """A function, or answers one by one; the last one answers all that follow."""
-            left, lock = list(script), threading.Lock()
+            """`script`: a function, or a sequence of answers, of which the last one is repeated."""
+            answers, lock = list(script), threading.Lock()
 
             def next_answer(_):
                 with lock:
-                    return left.pop(0) if len(left) > 1 else left[0]
+                    return answers.pop(0) if len(answers) > 1 else answers[0]
 
             answer = script[0] if callable(script[0]) else next_answer
             return stack.enter_context(ChatServer(answer))
@@ -81,7 +81,7 @@ def serve():
         yield start
 
 
-def says(content):
+def completion(content):
     return 200, {}, {"choices": [{"message": {"role": "assistant", "content": content}}]}
 
 
@@ -105,9 +105,9 @@ def ask(api):
 # ---------------------------------------------------------------------- one request
 
 
-def test_a_request_has_the_form_that_such_servers_take(serve):
-    server = serve(says("hi"))
-    for key, expected in ((None, None), ("given", "Bearer given")):
+def test_a_request_has_the_format_of_chat_servers(serve):
+    server = serve(completion("hi"))
+    for key, expected in ((None, None), ("secret", "Bearer secret")):
         assert ask(api_of(server, api_key=key)) == "hi"
         path, headers, body = server.requests[-1]
         assert (path, headers["Authorization"]) == ("/v1/chat/completions", expected)
@@ -127,15 +127,15 @@ def test_a_request_has_the_form_that_such_servers_take(serve):
 
 def test_the_text_of_an_answer(serve):
     parts = [{"type": "text", "text": "Action: "}, {"type": "text", "text": "look"}, "?"]
-    half = "ok \ud83d"  # of a character, cut by max_tokens
-    api = api_of(serve(says(None), says(parts), says(half)))
+    cut_text = "ok \ud83d"  # max_tokens cut a character
+    api = api_of(serve(completion(None), completion(parts), completion(cut_text)))
     assert [ask(api) for _ in range(3)] == ["", "Action: look", "ok \ufffd"]
 
 
-def test_what_may_pass_is_asked_again_until_the_retries_end(serve):
-    troubles = [fails(500, "oops"), fails(408), fails(429, Retry_After="soon"), fails(200, {})]
-    troubles += [fails(200, "<html>bad gateway</html>"), fails(200, "[" * 100_000)]
-    server = serve(*troubles, says("hi"))
+def test_transient_failures_are_retried_until_the_retries_are_used_up(serve):
+    failures = [fails(500, "oops"), fails(408), fails(429, Retry_After="soon"), fails(200, {})]
+    failures += [fails(200, "<html>bad gateway</html>"), fails(200, "[" * 100_000)]
+    server = serve(*failures, completion("hi"))
     assert ask(api_of(server, max_retries=6)) == "hi"
     assert len(server.requests) == 7
     server = serve(fails(500, "out of\nmemory"))
@@ -144,10 +144,10 @@ def test_what_may_pass_is_asked_again_until_the_retries_end(serve):
     assert len(server.requests) == 4
 
 
-def test_retry_after_is_waited_for_unless_the_run_is_stopped(serve):
-    began = time.monotonic()
-    assert ask(api_of(serve(fails(429, Retry_After="0.4"), says("hi")))) == "hi"
-    assert time.monotonic() - began >= 0.4
+def test_retry_after_is_honoured_unless_the_run_is_stopped(serve):
+    start = time.monotonic()
+    assert ask(api_of(serve(fails(429, Retry_After="0.4"), completion("hi")))) == "hi"
+    assert time.monotonic() - start >= 0.4
     api = api_of(serve(fails(500, Retry_After="60")))
     threading.Timer(0.1, api.stop).start()
     for _ in range(2):
@@ -155,10 +155,10 @@ def test_retry_after_is_waited_for_unless_the_run_is_stopped(serve):
             ask(api)
 
 
-def test_an_address_where_nobody_answers_is_refused_at_once_unless_it_has_answered(serve):
+def test_an_address_without_a_server_is_refused_immediately_unless_it_answered_before(serve):
     with pytest.raises(ApiRefused, match="no server answers.*--api-base"):
         ask(ChatApi("http://127.0.0.1:9", "m"))
-    server = serve(says("hi"))
+    server = serve(completion("hi"))
     api = api_of(server)
     assert ask(api) == "hi"
     server.__exit__()
@@ -166,8 +166,8 @@ def test_an_address_where_nobody_answers_is_refused_at_once_unless_it_has_answer
         ask(api)
 
 
-def test_what_will_never_pass_is_asked_once(serve):
-    """And a redirect is not followed: the key would go wherever it leads."""
+def test_a_request_that_can_never_succeed_is_sent_only_once(serve):
+    """A redirect is not followed either, because its target would get the API key."""
     for answer, reason in (
         (fails(401, "no such model"), "HTTP 401: no such model"),
         (fails(307, Location="http://elsewhere/v1"), "HTTP 307.*redirect to 'http://elsewhere/v1'"),
@@ -178,17 +178,17 @@ def test_what_will_never_pass_is_asked_once(serve):
         assert len(server.requests) == 1
 
 
-def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it_from_then_on(serve):
+def test_a_server_that_needs_the_newer_name_of_max_tokens_gets_it_in_later_requests(serve):
     def answer(body):
         if "max_tokens" in body:
             return fails(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens'")
-        return says("hi")
+        return completion("hi")
 
     server = serve(answer)
     api = api_of(server)
     assert [ask(api), ask(api)] == ["hi", "hi"]
-    asked = [[name for name in body if name.startswith("max_")] for _, _, body in server.requests]
-    assert asked == [["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]]
+    names = [[name for name in body if name.startswith("max_")] for _, _, body in server.requests]
+    assert names == [["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]]
 
 
 # ------------------------------------------------------------------------- episodes
@@ -196,31 +196,33 @@ def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it_from_then_on(se
 
 @cache
 def task_of_goal():
-    """The goal, which is the last line of a first observation, -> the task's index."""
+    """Last line of the first observation (the goal) -> task index."""
     return {TextCraft().reset(i).splitlines()[-1]: i for i in range(544)}
 
 
 def task_index_of(body):
-    first = next(m["content"] for m in body["messages"] if m["content"].startswith("Crafting"))
-    return task_of_goal()[first.splitlines()[-1]]
+    messages = [message["content"] for message in body["messages"]]
+    first_observation = next(text for text in messages if text.startswith("Crafting"))
+    return task_of_goal()[first_observation.splitlines()[-1]]
 
 
 def oracle_answer(body):
-    """A perfect player: finds the task by its first observation and replays its own actions."""
+    """A perfect model: finds the task by the first observation, replays its earlier actions, and
+    asks the oracle."""
     env = TextCraft()
     env.reset(task_index_of(body))
     for message in body["messages"]:
         if message["role"] == "assistant":
             env.step(TextCraft.parse(message["content"]))
     thought, action = env.oracle()
-    return says(f"Thought: {thought}\nAction: {action}")
+    return completion(f"Thought: {thought}\nAction: {action}")
 
 
 TASKS = [Task(f"textcraft_{i}", i, TextCraft.subtask(i)) for i in (0, 5, 40)]
 
 
 def play(server, tasks=TASKS, samples=1, max_rounds=20, **options):
-    """`collect_api` of `samples` of each task."""
+    """Run `collect_api` with `samples` episodes of each task."""
     retries = options.pop("max_retries", 1)
     requests = [
         RolloutRequest(task, group, k, 0, 0, max_rounds)
@@ -234,7 +236,7 @@ def play(server, tasks=TASKS, samples=1, max_rounds=20, **options):
         return collect_api(api, pool, requests, RolloutSettings(**settings))
 
 
-def test_a_perfect_player_solves_every_task_and_its_line_has_the_contract_fields(serve):
+def test_a_perfect_model_solves_every_task_and_its_line_has_the_contract_fields(serve):
     trajectories = play(serve(oracle_answer), record_state=True)
     assert [t.task_id for t in trajectories] == [task.task_id for task in TASKS]
     for t in trajectories:
@@ -243,59 +245,61 @@ def test_a_perfect_player_solves_every_task_and_its_line_has_the_contract_fields
         assert line["return"] == 1.0
         assert all(turn["state"] for turn in line["turns"])
         assert line["input_ids"] is None and line["loss_mask"] is None
-        played = [m["role"] for m in line["messages"]][len(TextCraft.PROMPT) :]
-        assert played == ["user", "assistant"] * len(t.turns)
+        roles = [m["role"] for m in line["messages"]][len(TextCraft.PROMPT) :]
+        assert roles == ["user", "assistant"] * len(t.turns)
         assert [turn["reward"] for turn in line["turns"]] == [0.0] * (len(t.turns) - 1) + [1.0]
 
 
 def test_the_turn_limit_ends_an_episode_of_unparsable_answers(serve):
-    server = serve(says(None))
+    server = serve(completion(None))
     for t in play(server, TASKS[:2], samples=3, max_rounds=3):
         assert (t.stop_reason, t.truncated, t.success) == ("max_rounds", True, False)
         assert t.is_valid and [turn.action_text for turn in t.turns] == [""] * 3
         assert all(turn.parse_error for turn in t.turns) and t.total_return == 0.0
-        assert t.messages[-1]["role"] == "assistant"  # no unanswered observation is kept
-    assert len({body["seed"] for _, _, body in server.requests}) == 6  # one for each sample
+        assert t.messages[-1]["role"] == "assistant"  # the last observation is not appended
+    assert len({body["seed"] for _, _, body in server.requests}) == 6  # one per sample
 
 
-def test_what_fails_in_one_episode_ends_that_episode_alone(serve):
+def test_a_failure_in_one_episode_ends_only_that_episode(serve):
     answers = {
         TASKS[0].task_index: fails(400, "maximum context length is 9"),
-        TASKS[1].task_index: fails(400, "filtered"),  # or a server that rejects its model's words
+        TASKS[1].task_index: fails(400, "filtered"),
     }
 
     def script(body):
-        has_begun = len(body["messages"]) > 3
-        return (has_begun and answers.get(task_index_of(body))) or oracle_answer(body)
+        has_turns = len(body["messages"]) > 3
+        return (has_turns and answers.get(task_index_of(body))) or oracle_answer(body)
 
-    ended = play(serve(script))
-    assert [t.stop_reason for t in ended] == ["length", "engine_error", "success"]
-    assert "filtered" in ended[1].error and not ended[1].is_valid
+    trajectories = play(serve(script))
+    assert [t.stop_reason for t in trajectories] == ["length", "engine_error", "success"]
+    assert "filtered" in trajectories[1].error and not trajectories[1].is_valid
 
 
-def test_a_refusal_of_the_first_request_stops_the_run_at_once(serve):
+def test_a_refusal_of_the_first_request_stops_the_run_immediately(serve):
     server = serve(fails(400, "max_tokens=512: the context length is 256"))
     with pytest.raises(ApiRefused, match="smaller --max-tokens-per-turn"):
         play(server, samples=20, env_workers=1)
     assert len(server.requests) <= 2
 
 
-@pytest.mark.parametrize(("at", "stop_reason"), [({2}, "success"), ({2, 3}, "env_error")])
-def test_a_failing_environment_is_tried_again_and_then_the_trajectory_is_lost(
-    serve, monkeypatch, at, stop_reason
+@pytest.mark.parametrize(
+    ("failing_calls", "stop_reason"), [({2}, "success"), ({2, 3}, "env_error")]
+)
+def test_an_episode_whose_environment_fails_is_retried_once_and_then_lost(
+    serve, monkeypatch, failing_calls, stop_reason
 ):
-    calls, working = [], EnvClient.step
+    calls, step = [], EnvClient.step
 
-    def failing(*arguments, **options):
+    def failing_step(*arguments, **options):
         calls.append(1)
-        if len(calls) in at:
+        if len(calls) in failing_calls:
             raise EnvServerError("it broke", "http://env")
-        return working(*arguments, **options)
+        return step(*arguments, **options)
 
-    monkeypatch.setattr(EnvClient, "step", failing)
+    monkeypatch.setattr(EnvClient, "step", failing_step)
     (t,) = play(serve(oracle_answer), TASKS[2:])
     assert t.stop_reason == stop_reason
-    if stop_reason == "success":  # and the turns of the broken attempt are gone
+    if stop_reason == "success":  # without the turns of the first attempt
         assert [m["role"] for m in t.messages].count("assistant") == len(t.turns)
         assert t.total_return == 1.0
     else:

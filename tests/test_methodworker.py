@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from methods_toy import PROGRAMS, conversation, results_of, run, settings, write_lines
-from toy_env import Shown, fresh_process_state, read_metrics, serve
+from toy_env import OracleLetters, fresh_process_state, read_metrics, serve
 
 import dpo
 import update
@@ -27,7 +27,7 @@ from sft import SftConfig
 
 @pytest.fixture(scope="module")
 def url():
-    with serve(Shown) as url:
+    with serve(OracleLetters) as url:
         yield url
 
 

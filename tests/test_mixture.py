@@ -1,4 +1,4 @@
-"""Several environments in one run: whose tasks come when, what each keeps, what the log says."""
+"""Several environments in one run: the order of tasks, per-environment options, and the log."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ from reporting.plots import read_run
 from rollout import draw_requests
 from run.worker import plan
 
-WORLDS = """
+MODULE = """
 from toy_env import Letters
 
 
@@ -39,7 +39,7 @@ class Near(Letters):
 
 
 class Far(Near):
-    "Letters of the first quarter, in three turns, which pay a tenth."
+    "Letters of the first quarter, in three turns; the reward is divided by ten."
 
     NAME = "far"
     NUM_TURNS = 3
@@ -47,30 +47,30 @@ class Far(Near):
     LAPTOP = {"tasks": "train", "eval_tasks": "test", "rounds": (3,), "group_size": 4}
 
     def reset(self, task_index, seed=0):
-        self.earned = 0.0
+        self.total = 0.0
         return super().reset(task_index, seed)
 
     def step(self, action):
-        observation, _, ended, truncated, info = super().step(action)
+        observation, _, is_over, truncated, info = super().step(action)
         letters = [c for c in action if not c.isspace()]
         reward = sum(c in "abcdefg" for c in letters) / max(len(letters), 1) / self.NUM_TURNS
-        self.earned += reward
-        info["success"] = ended and self.earned >= 0.9
-        return observation, 0.1 * reward, ended, truncated, info
+        self.total += reward
+        info["success"] = is_over and self.total >= 0.9
+        return observation, 0.1 * reward, is_over, truncated, info
 
 
 class Twin(Near):
     ID_PREFIXES = ("near",)
     NAME = "twin"
 """
-NAMES = ("mixed_worlds:Near", "mixed_worlds:Far")
+NAMES = ("mixed_envs:Near", "mixed_envs:Far")
 LOCAL = ("near=local", "far=local")
 
 
 @pytest.fixture
-def worlds(tmp_path, monkeypatch):
-    """Two environments outside the project, with their id lists; their names."""
-    (tmp_path / "mixed_worlds.py").write_text(WORLDS)
+def env_names(tmp_path, monkeypatch):
+    """Two environments outside the project, with their id lists; returns their names."""
+    (tmp_path / "mixed_envs.py").write_text(MODULE)
     (tmp_path / "ids").mkdir()
     for name, prefix in (("near", "near"), ("far", "far"), ("twin", "near")):
         for split, indices in (("train", range(5)), ("test", range(5, 8))):
@@ -78,12 +78,12 @@ def worlds(tmp_path, monkeypatch):
             (tmp_path / "ids" / f"{name}_{split}.json").write_text(json.dumps(ids))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delitem(sys.modules, "mixed_worlds", raising=False)
+    monkeypatch.delitem(sys.modules, "mixed_envs", raising=False)
     return NAMES
 
 
-def a_run(folder, **changes):
-    """The words of a run in both environments, which bring their lists, horizons and groups."""
+def run_arguments(folder, **changes):
+    """Command-line arguments of a run in both environments, with their own lists and horizons."""
     shared = {"env": NAMES, "env_addr": LOCAL, "tasks_per_step": 3, "env_weights": (2, 1)}
     settings = toy_env.options(folder, "", **shared, **changes)
     for name in {"tasks", "eval_tasks", "rounds", "group_size"} - changes.keys():
@@ -95,8 +95,10 @@ def json_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds):
-    config = options("+".join(worlds), env_addr=("far=local", "near=http://a:1", "near=http://b:1"))
+def test_each_environment_has_its_lists_and_horizon_and_shares_all_other_options(env_names):
+    config = options(
+        "+".join(env_names), env_addr=("far=local", "near=http://a:1", "near=http://b:1")
+    )
     near, far = config_per_env(config)
     assert (near.rounds, far.rounds) == ((2,), (3,))
     assert (near.env_addr, far.env_addr) == (("http://a:1", "http://b:1"), ("local",))
@@ -111,23 +113,23 @@ def test_each_environment_keeps_its_lists_and_horizon_and_shares_the_rest(worlds
     assert "up to 2 and 3 turns" in plan(config, "runs/x", 10, 6)[0]
 
 
-def test_two_environments_that_share_a_task_id_are_refused(worlds):
-    both = options(f"{NAMES[0]}+mixed_worlds:Twin")
+def test_two_environments_that_share_a_task_id_are_refused(env_names):
+    config = options(f"{NAMES[0]}+mixed_envs:Twin")
     with pytest.raises(ValueError, match="near and twin both have a task near_0;"):
-        tasks_of(both)
+        tasks_of(config)
 
 
-def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsys):
+def test_a_run_plays_evaluates_and_logs_every_environment(env_names, tmp_path, capsys):
     folder = tmp_path / "run"
-    argv = a_run(tmp_path, eval_every=2, eval_samples=1, normalize_per_env=True)
+    argv = run_arguments(tmp_path, eval_every=2, eval_samples=1, normalize_per_env=True)
     assert train_main(argv) == 0
-    said = capsys.readouterr().out
-    assert "held-out success in near" in said and "held-out success in far" in said
+    output = capsys.readouterr().out
+    assert "held-out success in near" in output and "held-out success in far" in output
     lines = json_lines(folder / "trajectories" / "step_000001.jsonl")
-    played_by = Counter((line["env"], line["max_rounds"], len(line["turns"])) for line in lines)
-    assert played_by == {(NAMES[0], 2, 2): 8, (NAMES[1], 3, 3): 4}, "two tasks and one, 4 each"
-    systems = {line["env"]: line["messages"][0]["content"] for line in lines}
-    assert systems == {NAMES[0]: "Write letters.", NAMES[1]: "Write first letters."}
+    counts = Counter((line["env"], line["max_rounds"], len(line["turns"])) for line in lines)
+    assert counts == {(NAMES[0], 2, 2): 8, (NAMES[1], 3, 3): 4}, "2 tasks and 1 task, 4 samples"
+    prompts = {line["env"]: line["messages"][0]["content"] for line in lines}
+    assert prompts == {NAMES[0]: "Write letters.", NAMES[1]: "Write first letters."}
     row = read_metrics(folder)[-1]
     for name in ("train/return_mean", "train/turns_mean"):
         assert row[f"{name}/near"] != row[f"{name}/far"]
@@ -136,10 +138,10 @@ def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsy
     assert row["eval/avg"] == pytest.approx(fmean([row["eval/avg/near"], row["eval/avg/far"]]))
     summary = json.loads((folder / "eval" / "step_000002.json").read_text())
     assert [row["items"] for row in summary["worlds"].values()] == [3, 3]
-    drawn = read_run(folder)
-    assert drawn.envs() == ["far", "near"]
-    assert [step for step, _ in drawn.held_out_in("far")] == [0, 2]
-    for name in NAMES:  # whitened within each
+    run_files = read_run(folder)
+    assert run_files.envs() == ["far", "near"]
+    assert [step for step, _ in run_files.held_out_in("far")] == [0, 2]
+    for name in NAMES:  # advantages are whitened per environment
         assert fmean(
             advantage
             for line in lines
@@ -149,12 +151,12 @@ def test_a_run_plays_measures_and_logs_every_environment(worlds, tmp_path, capsy
         ) == pytest.approx(0, abs=1e-3)
 
 
-def test_evolution_explores_every_environment(worlds, tmp_path):
+def test_agentevol_explores_every_environment(env_names, tmp_path):
     changes = dict(iterations=1, tasks_per_iteration=3, group_size=2, num_demonstrations=2)
-    words = a_run(tmp_path, min_return=0.001, keep_per_task=1, **changes)
-    at = words.index("--tasks-per-step")
+    argv = run_arguments(tmp_path, min_return=0.001, keep_per_task=1, **changes)
+    index = argv.index("--tasks-per-step")
     with fresh_process_state():
-        assert agentevol.command_line(words[:at] + words[at + 2 :]) == 0
+        assert agentevol.command_line(argv[:index] + argv[index + 2 :]) == 0
     lines = json_lines(tmp_path / "run" / "evolving" / "iteration_001.jsonl")
-    kept = Counter((line["origin"], line["item_id"].partition("_")[0]) for line in lines)
-    assert {world for _, world in kept} == {"near", "far"} and len(kept) == 4, kept
+    counts = Counter((line["origin"], line["item_id"].partition("_")[0]) for line in lines)
+    assert {env for _, env in counts} == {"near", "far"} and len(counts) == 4, counts

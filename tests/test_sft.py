@@ -8,7 +8,7 @@ import pytest
 import torch
 from methods_toy import conversation, run, settings, write_lines
 from test_dpo import CUTS, OBJECTIVE, assert_equal, weights_after
-from toy_env import Shown, read_metrics, serve
+from toy_env import OracleLetters, read_metrics, serve
 from two_ranks import make_batch
 
 import sft
@@ -21,7 +21,7 @@ from update import imitate
 
 @pytest.fixture(scope="module")
 def url():
-    with serve(Shown) as url:
+    with serve(OracleLetters) as url:
         yield url
 
 

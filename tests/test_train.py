@@ -1,4 +1,4 @@
-"""train.py as its user meets it: what a run leaves, what may fail, Ctrl-C, resume."""
+"""train.py from the command line: the files of a run, failures, Ctrl-C, resume."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_session import Learned
 from toy_env import (
-    Mute,
+    NoReward,
     flags,
     options,
     read_metrics,
@@ -43,17 +43,17 @@ def run_in_process(tmp_path, url, **changes):
 
 
 def assert_one_line(text, *contents):
-    """`text` is one line of train.py that holds all of `contents`."""
+    """Assert that `text` is one line from train.py that contains all of `contents`."""
     assert text.count("\n") == 1 and text.startswith("train.py: "), text
     assert all(content in text for content in contents), text
 
 
-# --- What a run leaves ---------------------------------------------------------------------------
+# --- The files of a run --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run with everything switched on: PPO, KL in reward and loss, evaluation, states."""
+    """A run with all features on: PPO, KL in reward and loss, evaluation, states."""
     tmp_path = tmp_path_factory.mktemp("full")
     held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
     Learned.played = 0
@@ -77,7 +77,7 @@ def run_dir(tmp_path_factory):
     return path
 
 
-def test_a_run_directory_holds_what_the_contract_says(run_dir):
+def test_a_run_directory_holds_all_files_of_the_contract(run_dir):
     names = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
     steps = ["000001", "000002", "000003"]
     expected = {"config.json", "metrics.jsonl", "timings.jsonl", "reward.png"}
@@ -94,47 +94,47 @@ def test_a_run_directory_holds_what_the_contract_says(run_dir):
     assert set(summary["overall"]["avg"]) == {"value", "low", "high", "items"}
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest_and_linked(run_dir):
-    """Of --keep-last 1 and the best, which was step 2."""
+def test_the_best_checkpoint_is_kept_with_the_newest_and_linked(run_dir):
+    """With --keep-last 1; step 2 was the best."""
     assert checkpoint.steps_saved(run_dir) == [2, 3]
     assert os.readlink(run_dir / "checkpoints/best") == "step_000002"
     folder = run_dir / "checkpoints/step_000003"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(folder))
 
 
-def test_a_trajectory_line_has_what_was_trained_on(run_dir):
+def test_a_trajectory_line_has_the_tokens_and_numbers_of_training(run_dir):
     lines = read_log(run_dir / "trajectories/step_000002.jsonl")
     ids = [f"s000002-t{task}-k{sample}" for task in ("0000", "0001") for sample in ("00", "01")]
     assert [line["trajectory_id"] for line in lines] == ids
     line = lines[0]
     assert line["turns"][0]["state"]["turn"] == 1
     assert (line["weight_version"], line["used_in_loss"]) == (1, True)
-    (played, *_) = read_log(run_dir / "trajectories/eval_000002.jsonl")
-    assert played["weight_version"] == 2
+    (eval_line, *_) = read_log(run_dir / "trajectories/eval_000002.jsonl")
+    assert eval_line["weight_version"] == 2
     tokens = zip(line["loss_mask"], line["rollout_log_probs"], line["advantages"], strict=True)
     assert all(mask or numbers == [0.0, 0.0] for mask, *numbers in tokens)
     assert any(line["advantages"])
 
 
-# Logged by sft.py, dpo.py or agentevol.py alone.
-OF_OTHER_METHODS = {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"}
+# Logged only by sft.py, dpo.py or agentevol.py.
+OTHER_METRICS = {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"}
+OTHER_METRICS |= {name for name in metrics.METRICS if name.startswith("preference/")}
 
 
-def test_logged_names_are_the_glossarys_and_no_name_of_it_is_never_logged(run_dir):
-    logged = [name for line in read_metrics(run_dir) for name in line]
-    of_others = {n for n in metrics.METRICS if n.startswith("preference/")} | OF_OTHER_METHODS
+def test_a_run_logs_exactly_the_names_in_the_glossary(run_dir):
+    metric_names = {name for line in read_metrics(run_dir) for name in line} - {"step"}
+    # tests/test_mixture.py covers the names per environment.
     per_env = {n for n in metrics.METRICS if n.rpartition("/")[0] in metrics.PER_ENV}
-    of_others |= per_env  # tests/test_mixture.py
-    assert set(logged) - {"step"} == set(metrics.METRICS) - of_others
-    timed = [name for line in read_log(run_dir / "timings.jsonl") for name in line]
-    assert set(timed) - {"step"} == set(metrics.TIMINGS)
+    assert metric_names == set(metrics.METRICS) - OTHER_METRICS - per_env
+    timing_names = {name for line in read_log(run_dir / "timings.jsonl") for name in line}
+    assert timing_names - {"step"} == set(metrics.TIMINGS)
     assert {line["policy/optimizer_steps"] for line in read_metrics(run_dir)} == {2}  # trap 3
 
 
-def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_goes_on(
+def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_continues(
     tmp_path, capsys
 ):
-    with serve(Mute) as url:
+    with serve(NoReward) as url:
         code, run_dir = run_in_process(
             tmp_path,
             url,
@@ -148,25 +148,25 @@ def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_goes
         assert line["horizon/max_rounds"] == line["train/turns_mean"] == rounds
         assert line["policy/optimizer_steps"] == line["train/trajectories_used"] == 0
         assert line["train/groups_zero_variance"] == line["train/groups"] == 2
-    saved = saved_tensors(run_dir, 2)["model"]
-    start = dict(load_policy(resolve_model("tiny")).named_parameters())
-    assert all(torch.equal(saved[name], start[name]) for name in start)
+    final_weights = saved_tensors(run_dir, 2)["model"]
+    initial_weights = dict(load_policy(resolve_model("tiny")).named_parameters())
+    assert all(torch.equal(final_weights[name], value) for name, value in initial_weights.items())
 
 
-def test_a_prompt_over_the_budget_is_one_line_and_leaves_nothing(tmp_path, capsys):
+def test_a_prompt_over_the_budget_is_one_line_and_leaves_no_files(tmp_path, capsys):
     with serve() as url:
         settings = options(tmp_path, url, max_trajectory_tokens=12)
-        before = sorted(tmp_path.rglob("*"))
+        paths_before = sorted(tmp_path.rglob("*"))
         assert train_main(flags(**settings)) == 2
     assert_one_line(capsys.readouterr().err, "--max-trajectory-tokens 12 is too small", "letters_0")
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == paths_before
 
 
-# --- What enters the loss -----------------------------------------------------------------------
+# --- The trajectories in the loss ----------------------------------------------------------------
 
 
-def played(group_id, *rewards, num_tokens=10):
-    """A trajectory of a turn of `num_tokens` sampled tokens for each reward."""
+def make_trajectory(group_id, *rewards, num_tokens=10):
+    """A trajectory with one turn of `num_tokens` sampled tokens per reward."""
     t = RolloutHandler("t", 1, "fake", "fake_0", "easy", group_id, 0, 3)
     for reward in rewards:
         start = len(t.input_ids)
@@ -177,55 +177,56 @@ def played(group_id, *rewards, num_tokens=10):
     return t
 
 
-def test_the_share_of_tokens_with_signal_counts_what_could_be_compared():
-    undecided = [played(0, 1.0, num_tokens=10), played(0, 0.0, num_tokens=20)]
-    decided = [played(1, 1.0, num_tokens=30), played(1, 1.0, num_tokens=40)]
-    alone = played(2, 1.0, num_tokens=50)  # its sibling was lost to the environment
-    lost = played(2, 0.0, num_tokens=60)
-    lost.stop_reason = "env_error"
-    trajectories = [*undecided, *decided, alone, lost]
-    used, num_compared, counts = select(trajectories, Config())
-    assert used == undecided and num_compared == 4
+def test_the_signal_share_is_relative_to_the_trajectories_that_were_compared():
+    mixed_group = [make_trajectory(0, 1.0, num_tokens=10), make_trajectory(0, 0.0, num_tokens=20)]
+    equal_group = [make_trajectory(1, 1.0, num_tokens=30), make_trajectory(1, 1.0, num_tokens=40)]
+    single = make_trajectory(2, 1.0, num_tokens=50)  # the environment lost its sibling
+    failure = make_trajectory(2, 0.0, num_tokens=60)
+    failure.stop_reason = "env_error"
+    trajectories = [*mixed_group, *equal_group, single, failure]
+    usable, num_compared, metrics = select(trajectories, Config())
+    assert usable == mixed_group and num_compared == 4
     assert [t.used_in_loss for t in trajectories] == [True] * 2 + [False] * 4
-    assert counts == {"data/policy_tokens": 30, "data/signal_share": 30 / 100}
-    _, _, counts = select(trajectories, Config(loss_agg="seq-mean"))
-    assert counts == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
-    for moving in ({"skip_zero_variance": False}, {"kl_coef": 0.1}, {"normalize_per_env": True}):
-        used, _, counts = select(trajectories, Config(**moving))
-        assert used == undecided + decided and counts["data/signal_share"] == 1.0
-    used, num_compared, counts = select(trajectories, Config(algorithm="ppo"))
-    assert used == [*undecided, *decided, alone] and counts["data/signal_share"] == 1.0
+    assert metrics == {"data/policy_tokens": 30, "data/signal_share": 30 / 100}
+    _, _, metrics = select(trajectories, Config(loss_agg="seq-mean"))
+    assert metrics == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
+    for changes in ({"skip_zero_variance": False}, {"kl_coef": 0.1}, {"normalize_per_env": True}):
+        usable, _, metrics = select(trajectories, Config(**changes))
+        assert usable == mixed_group + equal_group and metrics["data/signal_share"] == 1.0
+    usable, num_compared, metrics = select(trajectories, Config(algorithm="ppo"))
+    assert usable == [*mixed_group, *equal_group, single] and metrics["data/signal_share"] == 1.0
     assert num_compared == 5
 
 
-def test_equal_scores_that_were_paid_in_other_parts_are_no_signal():
-    """SciWorld pays as it goes: 0.1 + 0.2 is not 0.3, but nobody did better than anybody."""
-    equal = [played(0, 0.1, 0.2), played(0, 0.3)]
-    used, _, _ = select([*equal, played(1, 0.1, 0.2), played(1, 0.31)], Config())
-    assert [t.group_id for t in used] == [1, 1]
-    assert summarize_trajectories(equal)["train/groups_zero_variance"] == 1
+def test_returns_that_differ_only_by_rounding_give_no_signal():
+    """SciWorld pays in parts, and 0.1 + 0.2 differs from 0.3 in floating point."""
+    equal_group = [make_trajectory(0, 0.1, 0.2), make_trajectory(0, 0.3)]
+    other_group = [make_trajectory(1, 0.1, 0.2), make_trajectory(1, 0.31)]
+    usable, _, _ = select(equal_group + other_group, Config())
+    assert [t.group_id for t in usable] == [1, 1]
+    assert summarize_trajectories(equal_group)["train/groups_zero_variance"] == 1
 
 
-# --- What fails: exit code 1, one line, no step lost --------------------------------------------
+# --- Failures: exit code 1, one line, no step lost -----------------------------------------------
 
 
-def test_a_server_that_is_not_there_is_one_line_that_names_it(tmp_path, capsys, monkeypatch):
+def test_a_server_that_is_not_running_is_one_line_that_names_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(worker, "EnvPool", partial(EnvPool, timeout_s=1.5, dead_wait_s=0.5))
     with registered():
         code, _ = run_in_process(tmp_path, "http://127.0.0.1:9")
     assert code == 1
     assert_one_line(capsys.readouterr().err, "http://127.0.0.1:9")
-    assert not (tmp_path / "run").exists()  # so that the same command can be given again
+    assert not (tmp_path / "run").exists()  # so the same command can be used again
 
 
-def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
+def test_an_engine_that_fails_is_one_line_and_ended_trajectories_are_saved(
     tmp_path, capsys, monkeypatch
 ):
-    polls, poll = [], TransformersEngine.poll
+    calls, poll = [], TransformersEngine.poll
 
     def failing_poll(engine):
-        polls.append(1)
-        if len(polls) > 6:  # four first turns, one at a time, then two second turns
+        calls.append(1)
+        if len(calls) > 6:  # four first turns, one at a time, then two second turns
             raise EngineError("out of memory")
         return poll(engine)
 
@@ -239,17 +240,17 @@ def test_an_engine_that_fails_is_one_line_and_finished_trajectories_are_saved(
 
 
 @pytest.mark.parametrize(
-    ("part", "error", "saved"),
+    ("method", "error", "saved_step"),
     [
         ("roll_out", TooManyEnvFailures("3 of 4 trajectories were lost"), 2),
-        ("score", torch.OutOfMemoryError("CUDA out of memory"), 2),  # no weight has changed
-        ("sync", SyncError("sampler and trainer differ"), 3),  # the third step has been learned
+        ("score", torch.OutOfMemoryError("CUDA out of memory"), 2),  # before weights change
+        ("sync", SyncError("sampler and trainer differ"), 3),  # after the update of step 3
     ],
 )
 def test_an_error_before_or_after_the_update_loses_no_step(
-    tmp_path, capsys, monkeypatch, part, error, saved
+    tmp_path, capsys, monkeypatch, method, error, saved_step
 ):
-    original, calls = getattr(RLWorker, part), []
+    original, calls = getattr(RLWorker, method), []
 
     def failing(self, *args):
         calls.append(1)
@@ -259,13 +260,13 @@ def test_an_error_before_or_after_the_update_loses_no_step(
 
     with serve() as url:
         with monkeypatch.context() as patch:
-            patch.setattr(RLWorker, part, failing)
-            # An evaluation is due where it fails, and is made up for.
+            patch.setattr(RLWorker, method, failing)
+            # The step that fails should evaluate; the resumed run does it later.
             code, run_dir = run_in_process(tmp_path, url, steps=4, save_every=4, eval_every=3)
         captured = capsys.readouterr()
         assert code == 1
         assert str(error) in captured.err and len(captured.err.splitlines()) == 1
-        assert checkpoint.steps_saved(run_dir) == [saved]
+        assert checkpoint.steps_saved(run_dir) == [saved_step]
         assert f"--resume --run-dir {run_dir}" in captured.out
         assert train_main(["--resume", "--run-dir", str(run_dir)]) == 0
     rows = read_metrics(run_dir)
@@ -280,15 +281,15 @@ def test_an_error_before_or_after_the_update_loses_no_step(
          ["--max-tokens-per-micro-batch (now 2048)", "--gradient-checkpointing"]),
         ("time/update_s", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
          ["--max-tokens-per-micro-batch (now 2048)", "--max-trajectory-tokens (now 1536)"]),
-        # Another process has the card: no option of ours helps, and the error says whose it is.
+        # Another process uses the GPU: none of our options helps, and the error names the process.
         ("loading the models", torch.OutOfMemoryError("CUDA out of memory. Process 4344 has 105"),
          ["in loading the models: CUDA out of memory. Process 4344"]),
     ],
 )  # fmt: skip
-def test_out_of_memory_is_one_line_that_names_what_to_lower(phase, error, contents):
-    with pytest.raises(OutOfMemory) as caught, Clock(vars(Config()))(phase):
+def test_out_of_memory_is_one_line_that_names_the_options_to_change(phase, error, contents):
+    with pytest.raises(OutOfMemory) as error_info, Clock(vars(Config()))(phase):
         raise error
-    assert all(words in str(caught.value) for words in contents)
+    assert all(words in str(error_info.value) for words in contents)
     with pytest.raises(RuntimeError, match="shapes"), Clock()(phase):
         raise RuntimeError("shapes differ")
 
@@ -296,12 +297,12 @@ def test_out_of_memory_is_one_line_that_names_what_to_lower(phase, error, conten
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_an_update_finishes_the_step_first(tmp_path, capsys, monkeypatch):
+def test_ctrl_c_during_an_update_finishes_the_step_first(tmp_path, capsys, monkeypatch):
     update = RLWorker.update
 
-    def interrupted_update(self, step, *rest):
+    def interrupted_update(self, step, *args):
         os.kill(os.getpid(), signal.SIGINT)
-        return update(self, step, *rest)
+        return update(self, step, *args)
 
     monkeypatch.setattr(RLWorker, "update", interrupted_update)
     with serve() as url:
@@ -313,7 +314,7 @@ def test_ctrl_c_in_an_update_finishes_the_step_first(tmp_path, capsys, monkeypat
 
 
 def test_ctrl_c_before_training_begins_leaves_no_run_behind(tmp_path, capsys, monkeypatch):
-    """The warm start takes minutes; it is not something to wait for."""
+    """Ctrl-C interrupts the warm start, which can take minutes."""
 
     def interrupted(config, accelerator):
         os.kill(os.getpid(), signal.SIGINT)

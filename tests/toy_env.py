@@ -1,8 +1,9 @@
-"""An environment that a random model learns in a minute: write letters of the first half.
+"""A toy environment that a random model learns in a minute: write letters of the alphabet's first
+half.
 
-An episode has two turns of any text. Each pays half the share of a..m among the characters that are
-not blank; a return of 0.9 is success. Random text earns about 0.5 with some variance, so that every
-algorithm has something to compare from the first step.
+An episode has two turns of any text. A turn's reward is half the share of a..m among its non-blank
+characters; a return of 0.9 is success. Random text earns about 0.5 with some variance, so every
+algorithm gets a signal from the first step on.
 """
 
 import contextlib
@@ -48,9 +49,9 @@ class Letters:
         self.turn += 1
         reward = share(action) / self.NUM_TURNS
         self.score += reward
-        ended = self.turn == self.NUM_TURNS
-        info = {"success": ended and self.score >= 0.9, "score": self.score}
-        return f"get {self.turn}", reward, ended, False, info
+        is_over = self.turn == self.NUM_TURNS
+        info = {"success": is_over and self.score >= 0.9, "score": self.score}
+        return f"get {self.turn}", reward, is_over, False, info
 
     def available_actions(self):
         return ["a"]
@@ -71,16 +72,16 @@ class Letters:
         pass
 
 
-class Mute(Letters):
-    """Letters in which nothing is ever rewarded."""
+class NoReward(Letters):
+    """Letters without any reward."""
 
     def step(self, action):
         observation, _, terminated, truncated, _ = super().step(action)
         return observation, 0.0, terminated, truncated, {"success": False, "score": 0.0}
 
 
-class Shown(Letters):
-    """Letters whose oracle is a teacher: its text is the action alone."""
+class OracleLetters(Letters):
+    """Letters whose oracle can be imitated: its text is only the action."""
 
     NAME = NAME
     LESSONS = "abc cab ilk gem had lab dim beg fade jade elf mica".split()
@@ -90,28 +91,28 @@ class Shown(Letters):
         return action
 
     def oracle(self):
-        place = 2 * self.task_index + self.turn
-        return "All of it is in the first half.", self.LESSONS[place % len(self.LESSONS)]
+        index = 2 * self.task_index + self.turn
+        return "All of it is in the first half.", self.LESSONS[index % len(self.LESSONS)]
 
 
 def share(text: str) -> float:
-    """Share of a..m among the characters of `text` that are not blank."""
+    """The share of a..m among the non-blank characters of `text`."""
     characters = [c for c in text if not c.isspace()]
     return sum(c in GOOD for c in characters) / len(characters) if characters else 0.0
 
 
 @contextlib.contextmanager
 def registered(env_class=Letters, name=NAME):
-    """`envs` knows the environment under `name` while the block runs."""
+    """Register the environment under `name` for the length of a block."""
     with mock.patch.dict(envs.ENVS, {name: f"{env_class.__module__}:{env_class.__name__}"}):
         yield name
 
 
 @contextlib.contextmanager
 def serve(env_class=Letters, middleware=None, name=NAME):
-    """A real server of the environment, in a thread of this process; yields its base_url.
+    """Run a real server of the environment in a thread of this process; yields its base_url.
 
-    `middleware(request, call_next)` may answer in the app's place, to play a server that fails.
+    `middleware(request, call_next)` can answer instead of the app, to simulate a failing server.
     """
     with registered(env_class, name):
         app = create_app(name, env_class=env_class)
@@ -132,7 +133,7 @@ def serve(env_class=Letters, middleware=None, name=NAME):
 
 
 def write_ids(path, num_tasks=8):
-    """An id list of the first tasks; returns its path as text."""
+    """Write an id list of the first tasks; returns its path as text."""
     path.write_text(json.dumps([{"item_id": f"{NAME}_{i}"} for i in range(num_tasks)]))
     return str(path)
 
@@ -161,22 +162,22 @@ def options(tmp_path, url, **changes):
 
 
 def flags(**values):
-    """The same options as a command line."""
-    words = []
+    """Options as command-line arguments."""
+    arguments = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, (tuple, list)):
-            words += [flag, *map(str, value)]
+            arguments += [flag, *map(str, value)]
         else:
-            words += [flag, str(value)]
-    return words
+            arguments += [flag, str(value)]
+    return arguments
 
 
 @contextlib.contextmanager
 def fresh_process_state():
-    """Undo what accelerate and torch set once per process."""
+    """Restore the state that accelerate and torch set only once per process."""
     import torch
     from accelerate.state import AcceleratorState
 
@@ -192,7 +193,7 @@ def fresh_process_state():
 
 
 def train_main(argv):
-    """`train.py ARGV` in this process; the exit code."""
+    """Run `train.py ARGV` in this process; returns the exit code."""
     import train
 
     with fresh_process_state():
@@ -203,7 +204,7 @@ def train_main(argv):
 
 
 def saved_tensors(run_dir, step, part="policy"):
-    """{"model": {name: tensor}, "optimizer": ...} of a checkpoint, put together by torch itself."""
+    """{"model": {name: tensor}, "optimizer": ...} of a checkpoint, assembled by torch's tool."""
     import tempfile
 
     import torch

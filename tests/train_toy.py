@@ -1,10 +1,10 @@
-"""train.py as a program that knows the toy environment, which tests launch, break and kill.
+"""train.py with the toy environment, as a program that tests start, break and kill.
 
-Before train.py's own arguments:
-    --fail-on-rank N           rank N's sampler breaks in the first rollout
-    --kill-rank N              rank N is killed there
-    --kill-at PLACE STEP       `kill -9` of itself at one of PLACES in that training step, or
-    --interrupt-at PLACE STEP  Ctrl-C there
+Options that come before train.py's arguments:
+    --fail-on-rank N           rank N's sampler fails in the first rollout
+    --kill-rank N              rank N is killed in the first rollout
+    --kill-at PLACE STEP       the process sends itself SIGKILL at one of PLACES in that step
+    --interrupt-at PLACE STEP  the process sends itself Ctrl-C there
 """
 
 import functools
@@ -28,7 +28,7 @@ from run import worker as worker_module  # noqa: E402
 from run.session import Session  # noqa: E402
 from train import RLWorker as Worker  # noqa: E402
 
-# Phase -> the function in which it happens; phases nest, and the innermost counts.
+# Phase -> the function that it is. Phases nest; the innermost one counts.
 PHASES = {
     "resuming": (Session, "restore"),
     "truncating": (metrics, "truncate_log"),
@@ -40,7 +40,7 @@ PHASES = {
     "pruning": (checkpoint, "prune"),
 }
 
-# Place -> the phase (None: any), and which call of which function the signal comes before.
+# Place -> the phase (None: any), a function, and the number of its call that the signal precedes.
 PLACES = {
     "in the rollout": ("rollout", TransformersEngine, "poll", 3),
     "between two optimizer steps": ("update", torch.optim.AdamW, "step", 4),
@@ -58,15 +58,15 @@ PLACES = {
 }
 
 
-class Strike:
-    """Sends this process a signal when it comes to `place` in `step`.
+class SignalSender:
+    """Sends this process a signal when it reaches `place` in `step`.
 
     In a resumed process the step is 0 until its first rollout.
     """
 
     def __init__(self, number: signal.Signals, place: str, step: int) -> None:
-        self.signal, self.last_step = number, step
-        self.phase, owner, name, self.last_call = PLACES[place]
+        self.signal, self.target_step = number, step
+        self.phase, owner, name, self.target_call = PLACES[place]
         self.step, self.calls, self.phases = 0, 0, ["between"]
         self.wrap(train, "requests_of", self.on_step)
         for phase, (phase_owner, phase_name) in PHASES.items():
@@ -74,18 +74,18 @@ class Strike:
         self.wrap(owner, name, self.on_call)
 
     @staticmethod
-    def wrap(owner, name, instead, *first):
+    def wrap(owner, name, replacement, *arguments):
         function = getattr(owner, name)
 
         @functools.wraps(function)
-        def wrapped(*args, **kwargs):
-            return instead(*first, function, *args, **kwargs)
+        def wrapper(*args, **kwargs):
+            return replacement(*arguments, function, *args, **kwargs)
 
-        setattr(owner, name, wrapped)
+        setattr(owner, name, wrapper)
 
-    def on_step(self, function, step, *rest):
+    def on_step(self, function, step, *args):
         self.step, self.calls = step, 0
-        return function(step, *rest)
+        return function(step, *args)
 
     def on_phase(self, phase, function, *args, **kwargs):
         self.phases.append(phase)
@@ -95,34 +95,34 @@ class Strike:
             self.phases.pop()
 
     def on_call(self, function, *args, **kwargs):
-        if self.step == self.last_step and self.phase in (None, self.phases[-1]):
+        if self.step == self.target_step and self.phase in (None, self.phases[-1]):
             self.calls += 1
-            if self.calls == self.last_call:
+            if self.calls == self.target_call:
                 os.kill(os.getpid(), self.signal)
         return function(*args, **kwargs)
 
 
 def main(argv: list[str]) -> int:
     if argv[0] in ("--fail-on-rank", "--kill-rank"):
-        what, rank, argv = argv[0], argv[1], argv[2:]
+        option, rank, argv = argv[0], argv[1], argv[2:]
         if os.environ["RANK"] == rank:
 
-            def break_down(*_, **__):
-                if what == "--kill-rank":
+            def fail(*_, **__):
+                if option == "--kill-rank":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise EngineError("this rank's sampler broke")
 
-            worker_module.collect = break_down
+            worker_module.collect = fail
     signals = {"--kill-at": signal.SIGKILL, "--interrupt-at": signal.SIGINT}
     if argv[0] in signals:
-        Strike(signals[argv[0]], argv[1], int(argv[2]))
+        SignalSender(signals[argv[0]], argv[1], int(argv[2]))
         argv = argv[3:]
     with registered():
         return train.command_line(argv)
 
 
-def forked(argv: list[str], out: str) -> None:
-    """`main` in a process that was forked off with all modules imported; it prints into `out`."""
+def main_in_fork(argv: list[str], out: str) -> None:
+    """`main` in a forked process, in which all modules are already imported; prints to `out`."""
     with open(out, "ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

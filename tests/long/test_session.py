@@ -59,7 +59,7 @@ def forkserver():
         for name, value in ENVIRON.items():
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
-        first = context.Process(target=train_toy.forked, args=(["--help"], os.devnull))
+        first = context.Process(target=train_toy.main_in_fork, args=(["--help"], os.devnull))
         first.start()
         first.join()
     return context
@@ -78,7 +78,7 @@ class Runs:
         if (folder / "run").exists():
             argv = ["--resume", "--run-dir", str(folder / "run")]
         args = ([*map(str, toy_options), *argv], str(folder / "out"))
-        process = self.forkserver.Process(target=train_toy.forked, args=args)
+        process = self.forkserver.Process(target=train_toy.main_in_fork, args=args)
         process.start()
         process.join()
         return process.exitcode
