@@ -1,8 +1,8 @@
-"""A run directory made up for tests of the viewer: real files in the real formats, tiny numbers.
+"""A small artificial run directory for tests of the viewer, with all files in their real formats.
 
-Its trajectories are of TextCraft goals, played by the oracle with some useless turns between, so
-that they can be played again; HOSTILE strings stand wherever a model, a world or a task could have
-written them.
+Its trajectories are TextCraft tasks played by the oracle after some useless turns, so they can be
+re-enacted. `hostile_line` puts a HOSTILE string wherever a model, an environment or a task could
+have written one.
 """
 
 import json
@@ -32,27 +32,27 @@ HOSTILE = (
 
 
 def play(
-    chat: ChatTemplate, task: Any, step: int, group: int, sample: int, turns: int, say: str = ""
+    chat: ChatTemplate, task: Any, step: int, group: int, sample: int, turns: int
 ) -> RolloutHandler:
-    """A trajectory of the oracle, its first turns wasted on looking into its inventory."""
+    """A trajectory of the oracle; its first turns are wasted on the inventory."""
     rng = random.Random(f"{step} {group} {sample}")
-    world = TextCraft()
+    env = TextCraft()
     name = f"s{step:06d}-t{group:04d}-k{sample:02d}"
     t = RolloutHandler(name, step, "textcraft", task.task_id, task.subtask, group, 0, turns)
-    t.start(chat, TextCraft.PROMPT, world.reset(task.task_index))
-    t.first_state = world.state_for_people()
-    wasted = sample % 3
+    t.start(chat, TextCraft.PROMPT, env.reset(task.task_index))
+    t.first_state = env.state_for_people()
+    num_wasted = sample % 3
     for number in range(turns):
-        thought, action = world.oracle()
-        action = "inventory" if number < wasted else action
-        text = f"Thought: {say or thought}\nAction: {action}"
+        thought, action = env.oracle()
+        action = "inventory" if number < num_wasted else action
+        text = f"Thought: {thought}\nAction: {action}"
         t.next_prompt()
         ids = chat.action(text)
         turn = t.add_action(chat, ids, [-rng.random() for _ in ids])
-        observation, turn.reward, ended, _, info = world.step(action)
-        turn.observation_text, turn.state = observation, world.state_for_people()
+        observation, turn.reward, is_over, _, info = env.step(action)
+        turn.observation_text, turn.state = observation, env.state_for_people()
         turn.generate_s, turn.env_s = 0.5, 0.001
-        if ended:
+        if is_over:
             t.stop("success", info["success"])
             break
         if number + 1 < turns:
@@ -65,7 +65,7 @@ def play(
     return t
 
 
-def lost(step: int, group: int, task: Any) -> RolloutHandler:
+def lost_trajectory(step: int, group: int, task: Any) -> RolloutHandler:
     name = f"s{step:06d}-t{group:04d}-k99"
     t = RolloutHandler(name, step, "textcraft", task.task_id, task.subtask, group, 0, 4)
     t.error = "connection refused"
@@ -74,41 +74,51 @@ def lost(step: int, group: int, task: Any) -> RolloutHandler:
 
 
 def make_run(path: Path, steps: int = 3, turns: int | None = None) -> Path:
-    """Two groups of three episodes of `turns`, or of one more at each step; the last step holds a
-    lost trajectory."""
+    """Two groups of three episodes per step, and one lost trajectory in the last step.
+
+    Args:
+        turns: maximum number of turns; None: one more at each step.
+    """
     chat = ChatTemplate(load_tokenizer(str(START)))
     tasks = load_tasks("textcraft", "test")[:3]
     config = {"env": "textcraft", "model": "tiny", "algorithm": "grpo", "steps": steps, "seed": 0}
     write_json(path / "config.json", {"config": config | {"learning_rate": 1e-4}})
     for step in range(1, steps + 1):
-        played = [
+        trajectories = [
             play(chat, tasks[group], step, group, sample, turns or 2 + step)
             for group in range(2)
             for sample in range(3)
         ]
-        add_step(path, step, played + ([lost(step, 2, tasks[2])] if step == steps else []))
+        if step == steps:
+            trajectories.append(lost_trajectory(step, 2, tasks[2]))
+        add_step(path, step, trajectories)
     for step in (0, steps):
-        played = [play(chat, task, step, g, k, 6) for g, task in enumerate(tasks) for k in (0, 2)]
-        write_lines(path, f"eval_{step:06d}", played)
-        write_json(path / f"eval/step_{step:06d}.json", summarize(played, 2, [6]) | {"step": step})
+        trajectories = [
+            play(chat, task, step, group, sample, 6)
+            for group, task in enumerate(tasks)
+            for sample in (0, 2)
+        ]
+        write_lines(path, f"eval_{step:06d}", trajectories)
+        summary = summarize(trajectories, 2, [6]) | {"step": step}
+        write_json(path / f"eval/step_{step:06d}.json", summary)
     shutil.copytree(START, path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
     return path
 
 
-def add_step(path: Path, step: int, played: list[RolloutHandler]) -> None:
-    """One more step of a run that goes on."""
-    valid = [t for t in played if t.is_valid]
+def add_step(path: Path, step: int, trajectories: list[RolloutHandler]) -> None:
+    """Add one step to the logs and trajectories of a run."""
+    valid = [t for t in trajectories if t.is_valid]
     success = sum(t.success for t in valid) / len(valid)
     row: dict[str, Any] = {"step": step, "train/return_mean": success, "policy/loss": None}
     row |= {"train/success_rate": success, "horizon/max_rounds": 2 + step, "policy/entropy": 0.4}
-    row |= {"train/env_failures": len(played) - len(valid), "train/stop/success": success}
+    row |= {"train/env_failures": len(trajectories) - len(valid), "train/stop/success": success}
     append(path / "metrics.jsonl", row)
     append(path / "timings.jsonl", {"step": step, "time/rollout_s": 2.0, "time/update_s": 3.0})
-    write_lines(path, f"step_{step:06d}", played)
+    write_lines(path, f"step_{step:06d}", trajectories)
 
 
-def write_lines(path: Path, name: str, played: list[RolloutHandler]) -> None:
-    write_text(path / f"trajectories/{name}.jsonl", "".join(t.to_json() for t in played))
+def write_lines(path: Path, name: str, trajectories: list[RolloutHandler]) -> None:
+    write_text(path / f"trajectories/{name}.jsonl", "".join(t.to_json() for t in trajectories))
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -118,7 +128,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def hostile_line(number: int, text: str) -> str:
-    """A trajectory in which everything that is text is `text`; as JSON, half surrogates escaped."""
+    """A trajectory line in which every text is `text`; JSON escapes half surrogates."""
     state = {"goal": text, "inventory": {text: 1}, "commands": [text], "plan": [text], text: text}
     turn = {
         **{"action_span": None, "action_text": text, "observation_text": text, "state": state},

@@ -1,10 +1,10 @@
-"""Fifty recorded episodes of each deterministic world, and how they were recorded.
+"""Record fifty episodes of each deterministic environment, for tests that re-enact them.
 
-    PYTHONPATH=. python tests/played.py           writes tests/data/played/<world>.jsonl anew
+    PYTHONPATH=. python tests/played.py           rewrites tests/data/played/<env>.jsonl
 
-A careless player: mostly the oracle, sometimes another available action, sometimes nonsense. The
-files hold no tokens and no states, as those of an API's model; test_viewer_play.py plays them
-again.
+The player mostly follows the oracle, sometimes takes a random available action, and sometimes
+writes nonsense. Like the trajectories of a chat server, the files hold no tokens and no states.
+test_viewer_play.py re-enacts them.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from trajectory import Trajectory, Turn
 from viewer.play import Environments
 
 FOLDER = Path(__file__).parent / "data" / "played"
-WORLDS = ("textcraft", "babyai", "sciworld")
-COUNT, TURNS = 50, 6
+ENVS = ("textcraft", "babyai", "sciworld")
+COUNT, MAX_TURNS = 50, 6
 
 
 def record(environments: Environments, env: str, number: int) -> Trajectory:
     rng = random.Random(f"{env} {number}")
     task = rng.choice(load_tasks(env, "train"))
-    t = Trajectory(f"played-{number:02d}", 0, env, task.task_id, task.subtask, number, 0, TURNS)
+    t = Trajectory(f"played-{number:02d}", 0, env, task.task_id, task.subtask, number, 0, MAX_TURNS)
     with contextlib.closing(environments.client(env)) as client:
         observation = client.reset(task.task_index, seed=0)
         t.messages = [*client.prompt]
         while True:
             t.messages.append({"role": "user", "content": observation})
-            text = say(client, rng)
+            text = choose_text(client, rng)
             result = client.step(text)
             t.messages.append({"role": "assistant", "content": text})
             turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type]
@@ -43,13 +43,13 @@ def record(environments: Environments, env: str, number: int) -> Trajectory:
             observation = result.observation
 
 
-def say(client, rng: random.Random) -> str:
-    kind = rng.random()
-    if kind < 0.05:
+def choose_text(client, rng: random.Random) -> str:
+    x = rng.random()
+    if x < 0.05:
         return "I do not know what to do."
-    if kind < 0.1:
+    if x < 0.1:
         return "Action: fly to the moon"
-    if kind < 0.3:
+    if x < 0.3:
         with contextlib.suppress(NotSupported):
             return f"Action: {rng.choice(client.available_actions())}"
     thought, action = client.oracle()
@@ -59,7 +59,7 @@ def say(client, rng: random.Random) -> str:
 def main() -> int:
     environments = Environments()
     try:
-        for env in WORLDS:
+        for env in ENVS:
             lines = [record(environments, env, number).to_json() for number in range(COUNT)]
             write_text(FOLDER / f"{env}.jsonl", "".join(lines))
     finally:

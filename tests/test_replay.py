@@ -1,4 +1,4 @@
-"""replay.py's command line, and what it prints in a terminal."""
+"""replay.py: the command line and the output in a terminal."""
 
 import shutil
 import socket
@@ -14,12 +14,12 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("made") / "run")
 
 
-def test_what_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch):
+def test_a_path_that_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "notes.txt").write_text("x")
-    for words, said in (
+    for argv, message in (
         (["nowhere"], "no such file"),
         (["empty"], "holds no run"),
         ([str(run.parent)], "it contains runs: run"),
@@ -29,40 +29,40 @@ def test_what_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch):
         ([str(run), "--text", "--file", "step_9"], "has no step_9"),
         (["--text"], "there is no run in runs/"),
     ):
-        assert replay.main(words) == 2
+        assert replay.main(argv) == 2
         error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
+        assert message in error and error.count("\n") == 1
 
 
 def test_a_port_in_use_and_a_missing_key_are_misuse(run, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert replay.main([str(run), "--port", str(port)]) == 2
     assert "--port 0 uses a free one" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as system_exit:
         replay.main(["--api-base", "http://a", "--api-model", "m", "--api-key-env", "NOSUCH"])
-    assert ended.value.code == 2 and "NOSUCH" in capsys.readouterr().err
+    assert system_exit.value.code == 2 and "NOSUCH" in capsys.readouterr().err
 
 
-def test_the_terminal_shows_the_newest_run_its_failures_and_one_of_them(
+def test_the_terminal_shows_the_newest_run_its_failures_and_a_trajectory(
     run, tmp_path, monkeypatch, capsys
 ):
     shutil.copytree(run, tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
     assert replay.main(["--text", "--failures", "--file", "step_000001"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("mine: textcraft")
-    assert "held-out tasks solved" in shown and "s000001-t0000-k02" in shown
+    output = capsys.readouterr().out
+    assert output.startswith("mine: textcraft")
+    assert "held-out tasks solved" in output and "s000001-t0000-k02" in output
     assert replay.main(["--text", "--trajectory", "s000001-t0000-k02"]) == 0
-    shown = capsys.readouterr().out
-    assert "action 1  Thought:" in shown and "Goal:" in shown and "return" in shown
+    output = capsys.readouterr().out
+    assert "action 1  Thought:" in output and "Goal:" in output and "return" in output
 
 
-def test_a_models_text_does_not_drive_the_terminal(tmp_path, capsys):
+def test_a_models_text_cannot_control_the_terminal(tmp_path, capsys):
     path = tmp_path / "hostile.jsonl"
     path.write_text("".join(hostile_line(n, text) for n, text in enumerate(HOSTILE)))
     assert replay.main([str(path), "--text"]) == 0
     for number in range(len(HOSTILE)):
         assert replay.main([str(path), "--text", "--trajectory", f"h{number}"]) == 0
-    shown = capsys.readouterr().out
-    assert all(c == "\n" or c.isprintable() for c in shown)
+    output = capsys.readouterr().out
+    assert all(c == "\n" or c.isprintable() for c in output)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_session import Learned
+from test_session import SolvedLater
 from toy_env import (
     NoReward,
     flags,
@@ -56,8 +56,8 @@ def run_dir(tmp_path_factory):
     """A run with all features on: PPO, KL in reward and loss, evaluation, states."""
     tmp_path = tmp_path_factory.mktemp("full")
     held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
-    Learned.played = 0
-    with serve(Learned) as url:
+    SolvedLater.num_played = 0
+    with serve(SolvedLater) as url:
         code, path = run_in_process(
             tmp_path,
             url,

@@ -1,5 +1,5 @@
-"""What replay.py's server answers: sources, overview, lists, one trajectory, search; and whom it
-refuses. The export holds the same answers in one file."""
+"""viewer/server.py and viewer/export.py: sources, overview, lists, one trajectory, search, and
+requests that are refused."""
 
 import json
 import shutil
@@ -16,13 +16,13 @@ HOST = "127.0.0.1:8610"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def original_run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run") / "made")
 
 
 @pytest.fixture
-def run(made, tmp_path):
-    return shutil.copytree(made, tmp_path / "run")
+def run(original_run, tmp_path):
+    return shutil.copytree(original_run, tmp_path / "run")
 
 
 def client_of(*paths, **options):
@@ -47,22 +47,22 @@ def test_sources_list_their_files_in_order_and_the_overview_has_every_metric(run
     rows = ask(client, "list/0/step_000003")["rows"]
     groups = ask(client, "groups/0/step_000003")["groups"]
     assert [group["rows"] for group in groups] == [rows[:3], rows[3:6], rows[6:]]
-    found = ask(client, "overview/0")
-    assert found["series"]["train/success_rate"][0][0] == 1
-    assert found["series"].keys() == found["glossary"].keys()
-    assert "policy/loss" not in found["series"]  # never finite
-    assert [e["step"] for e in found["evaluations"]] == [0, 3] and found["alarms"] == []
-    assert "held-out tasks solved at step 3" in found["headline"][0]
+    overview = ask(client, "overview/0")
+    assert overview["series"]["train/success_rate"][0][0] == 1
+    assert overview["series"].keys() == overview["glossary"].keys()
+    assert "policy/loss" not in overview["series"]  # it is never finite
+    assert [e["step"] for e in overview["evaluations"]] == [0, 3] and overview["alarms"] == []
+    assert "held-out tasks solved at step 3" in overview["headline"][0]
     alarm = {"step": 0, "severity": "warn", "name": "held_out", "text": "step 0: held_out: so"}
     append(run / "alarms.jsonl", alarm)
     assert ask(client_of(run), "overview/0")["alarms"] == [alarm]
 
 
-def test_a_trajectory_is_shown_token_by_token_as_its_file_has_it(run):
-    found = ask(client_of(run), "trajectory/0/step_000003/1")
+def test_a_trajectory_has_the_tokens_and_numbers_of_its_file(run):
+    view = ask(client_of(run), "trajectory/0/step_000003/1")
     line = json.loads((run / "trajectories/step_000003.jsonl").read_text().splitlines()[1])
-    pieces = [found["opening_tokens"]]
-    for turn, recorded in zip(found["turns"], line["turns"], strict=True):
+    pieces = [view["opening_tokens"]]
+    for turn, recorded in zip(view["turns"], line["turns"], strict=True):
         assert all(turn["action_tokens"]["mask"])
         assert "".join(turn["action_tokens"]["text"]).startswith("Thought:")
         assert turn["state"] == recorded["state"] and turn["thought"] and turn["action"]
@@ -74,29 +74,29 @@ def test_a_trajectory_is_shown_token_by_token_as_its_file_has_it(run):
         ("advantage", "advantages"),
     ):
         assert [value for piece in pieces for value in piece[name]] == line[column]
-    assert found["opening"] == line["messages"][:2] and found["first_state"]["goal"]
-    assert [row["line"] for row in found["group"]] == [0, 1, 2]
-    assert found["parts_at"] == {"0": 1, "2": 2}  # none, one, two turns wasted at the beginning
-    assert (found["previous"], found["next"], found["can_reenact"]) == (0, 2, True)
-    assert found["command"] == f"python -m envs.textcraft --task-index {line['task_id'][10:]}"
-    said = [turn["value"] for turn in found["agenttraj"]["conversations"]]
-    assert said == [message["content"] for message in line["messages"]]
+    assert view["opening"] == line["messages"][:2] and view["first_state"]["goal"]
+    assert [row["line"] for row in view["group"]] == [0, 1, 2]
+    assert view["parts_at"] == {"0": 1, "2": 2}  # samples waste 0, 1 and 2 turns at the start
+    assert (view["previous"], view["next"], view["can_reenact"]) == (0, 2, True)
+    assert view["command"] == f"python -m envs.textcraft --task-index {line['task_id'][10:]}"
+    texts = [turn["value"] for turn in view["agenttraj"]["conversations"]]
+    assert texts == [message["content"] for message in line["messages"]]
 
 
-def test_what_was_lost_before_its_first_turn_says_why_and_is_not_a_failure(run):
+def test_a_trajectory_lost_before_its_first_turn_has_an_error_and_is_not_a_failure(run):
     client = client_of(run)
-    found = ask(client, "trajectory/0/step_000003/6")
-    assert found["turns"] == [] and found["opening"] == [] and not found["can_reenact"]
-    assert "connection refused" in found["row"]["error"]
+    view = ask(client, "trajectory/0/step_000003/6")
+    assert view["turns"] == [] and view["opening"] == [] and not view["can_reenact"]
+    assert "connection refused" in view["row"]["error"]
     assert ask(client, "wrong/0/step_000003")["episodes"] == 6
-    wrong = ask(client, "wrong/0/step_000001")
+    summary = ask(client, "wrong/0/step_000001")
     lines = [r["line"] for r in ask(client, "list/0/step_000001")["rows"] if r["success"] is False]
-    assert wrong["failures"] == len(lines) > 0
-    assert wrong["stops"] == [{"text": "max_rounds", "count": len(lines), "lines": lines}]
-    assert "inventory" in {entry["text"] for entry in wrong["repeated"]}
+    assert summary["failures"] == len(lines) > 0
+    assert summary["stops"] == [{"text": "max_rounds", "count": len(lines), "lines": lines}]
+    assert "inventory" in {entry["text"] for entry in summary["repeated"]}
 
 
-def test_a_search_finds_what_was_said_and_where(run, tmp_path):
+def test_a_search_finds_texts_and_their_turns(run, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(hostile_line(0, 'say "héllo"\nagain'))
     client = client_of(run, path)
@@ -104,40 +104,38 @@ def test_a_search_finds_what_was_said_and_where(run, tmp_path):
     def hits(source, text):
         response = client.get(f"/api/search/{source}", params={"text": text})
         *events, last = map(json.loads, response.text.splitlines())
-        found = [event["hit"] for event in events if "hit" in event]
-        assert last == {"done": True, "hits": len(found), "cut": False}
-        return found
+        hits = [event["hit"] for event in events if "hit" in event]
+        assert last == {"done": True, "hits": len(hits), "cut": False}
+        return hits
 
     hit = hits(0, "ACTION: INVENTORY")[0]
     turns = ask(client, f"trajectory/0/{hit['file']}/{hit['line']}")["turns"]
     assert turns[hit["turn"] - 1]["action"] == "inventory" and "inventory" in hit["excerpt"]
     assert hits(0, "zzzz") == [] and hits(0, "items that")[0]["turn"] == 0  # before the first turn
-    for text in ('"hÉllo"', 'O"\nagain', "say"):  # JSON writes quotes and other letters otherwise
+    for text in ('"hÉllo"', 'O"\nagain', "say"):  # JSON escapes the first two
         assert len(hits(1, text)) == 1, text
     view = ask(client, "trajectory/1/a/0")
     assert view["opening_tokens"] is None and view["turns"][0]["action_tokens"] is None
 
 
-def test_an_evaluation_and_plain_files_are_sources_too_and_their_options_are_compared(
-    run, tmp_path
-):
+def test_evaluations_and_plain_files_are_sources_and_their_options_are_compared(run, tmp_path):
     folder = tmp_path / "evaluation"
     folder.mkdir()
     shutil.copy(run / "trajectories/eval_000003.jsonl", folder / "trajectories.jsonl")
     shutil.copy(run / "eval/step_000003.json", folder / "eval.json")
     (folder / "config.json").write_text(json.dumps({"seed": 3, "out": "elsewhere"}))
     client = client_of(folder, run / "trajectories/step_000001.jsonl")
-    listed = ask(client, "sources")
-    assert [source["kind"] for source in listed["sources"]] == ["evaluation", "file"]
-    assert listed["differing"] == {"seed": [3, None]}
+    site = ask(client, "sources")
+    assert [source["kind"] for source in site["sources"]] == ["evaluation", "file"]
+    assert site["differing"] == {"seed": [3, None]}
     assert ask(client, "overview/0")["evaluations"][0]["overall"]["items"] == 3
     assert ask(client, "overview/1")["series"] == {}
-    # The tokenizer is that of the run the file is in.
+    # A single file uses the tokenizer of its run.
     assert ask(client, "trajectory/0/trajectories/0")["opening_tokens"]["text"] is None
     assert ask(client, "trajectory/1/step_000001/0")["opening_tokens"]["text"]
 
 
-def test_nothing_that_a_page_sends_is_a_path(run):
+def test_the_page_cannot_request_a_path(run):
     client = client_of(run)
     for name in ("..%2fconfig.json", "%2fetc%2fpasswd", "step_000001.jsonl"):
         ask(client, f"list/0/{name}", 404)
@@ -146,7 +144,7 @@ def test_nothing_that_a_page_sends_is_a_path(run):
         ask(client, path, 404)
 
 
-def test_only_its_own_page_is_answered(run):
+def test_the_server_answers_only_its_own_page(run):
     client = client_of(run)
     assert "script-src 'self'" in client.get("/nothing").headers["content-security-policy"]
     for header, status in (
@@ -160,11 +158,11 @@ def test_only_its_own_page_is_answered(run):
         ({"Origin": f"http://{HOST}"}, 200),
     ):
         assert client.get("/api/sources", headers=header).status_code == status, header
-        played = client.post("/api/play/worlds", headers=header).status_code
-        assert played == (404 if status == 200 else 403)  # nothing can be played
+        play_status = client.post("/api/play/worlds", headers=header).status_code
+        assert play_status == (404 if status == 200 else 403)  # this app has no live play
 
 
-def test_an_export_holds_the_newest_groups_whole_and_does_not_grow_without_end(
+def test_an_export_holds_the_newest_complete_groups_and_its_size_is_limited(
     run, tmp_path, monkeypatch
 ):
     out = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""The index of a trajectory file: heads alone; files that change and are broken."""
+"""viewer/trajectories.py: the index of a file, files that change, broken lines."""
 
 import json
 import time
@@ -16,7 +16,7 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run") / "made")
 
 
-def test_a_head_is_what_the_whole_line_says(run):
+def test_a_head_has_the_short_fields_of_its_line(run):
     for raw in (run / "trajectories/step_000003.jsonl").read_text().splitlines():
         line = json.loads(raw)
         head = head_of(raw.encode())
@@ -24,36 +24,38 @@ def test_a_head_is_what_the_whole_line_says(run):
         assert len(raw[: raw.index(HEAD_END)]) < 1000
         tokens_first = {"input_ids": line.pop("input_ids")} | line
         assert head_of(json.dumps(tokens_first).encode()) == head
-    line = json.loads(hostile_line(0, 'x,"messages":[]'))  # as the end of a head looks
+    line = json.loads(hostile_line(0, 'x,"messages":[]'))  # looks like the end of a head
     assert head_of(json.dumps(line).encode())["error"] == 'x,"messages":[]'
 
 
-def test_a_file_that_grew_or_was_replaced_is_read_again_and_a_half_line_waits(run, tmp_path):
-    """`cp` keeps name and inode, and two evaluations of the same tasks have the same size."""
-    whole = (run / "trajectories/step_000002.jsonl").read_bytes().splitlines(keepends=True)
+def test_a_file_that_changed_is_indexed_again_and_an_incomplete_line_is_ignored(run, tmp_path):
+    """`cp` does not change name and inode, and evaluations of the same tasks have equal size."""
+    first, second, *_ = (
+        (run / "trajectories/step_000002.jsonl").read_bytes().splitlines(keepends=True)
+    )
     path = tmp_path / "a.jsonl"
-    path.write_bytes(whole[0])
+    path.write_bytes(first)
     source = open_source(0, path)
-    other = whole[1].replace(b"s000002", b"s000007")
     for content in (
-        [whole[0], whole[1][:50]],
-        [whole[0], whole[1].rstrip(b"\n")],
-        [whole[0], other],
-        [whole[0]],
+        [first, second[:50]],
+        [first, second.rstrip(b"\n")],
+        [first, second.replace(b"s000002", b"s000007")],
+        [first],
     ):
         path.write_bytes(b"".join(content))
         lines = source.lines("a")
-        wholes = [json.loads(line) for line in content if len(line) > 50]
-        assert [lines.read(n) for n in range(len(lines))] == wholes
-        assert [row["trajectory_id"] for row in lines.rows] == [w["trajectory_id"] for w in wholes]
+        expected = [json.loads(line) for line in content if len(line) > 50]
+        assert [lines.read(n) for n in range(len(lines))] == expected
+        ids = [line["trajectory_id"] for line in expected]
+        assert [row["trajectory_id"] for row in lines.rows] == ids
         assert lines.broken == 0 and source.lines("a") is lines
 
 
 def test_broken_lines_are_skipped_and_counted(run, tmp_path):
     good = (run / "trajectories/step_000001.jsonl").read_bytes().splitlines(keepends=True)[0]
-    odd = good.replace(b'"step":1,', b'"step":[1],')
+    bad_type = good.replace(b'"step":1,', b'"step":[1],')
     path = tmp_path / "broken.jsonl"
-    path.write_bytes(b"\n[1]\n" + good + b'{"a": \n{"turns":[1]}\n\xff\xfe\n' + odd + good)
+    path.write_bytes(b"\n[1]\n" + good + b'{"a": \n{"turns":[1]}\n\xff\xfe\n' + bad_type + good)
     lines = index(path)
     assert (len(lines), lines.broken) == (2, 5)
     assert lines.read(1) == json.loads(good) and lines.rows[1]["line"] == 1
@@ -61,7 +63,7 @@ def test_broken_lines_are_skipped_and_counted(run, tmp_path):
     assert index(path).rows[0]["return"] is None
 
 
-def test_conversations_are_lines_too(tmp_path):
+def test_agenttraj_conversations_are_read_as_trajectories(tmp_path):
     turns = [
         {"from": "human", "loss": None, "value": "rules"},
         {"from": "gpt", "loss": False, "value": "OK"},
@@ -72,16 +74,16 @@ def test_conversations_are_lines_too(tmp_path):
     record = {"item_id": "world_7", "conversations": turns}
     (tmp_path / "a.json").write_text(json.dumps([record, record]))
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
-    as_list, as_lines = open_lines(tmp_path / "a.json"), open_lines(tmp_path / "a.jsonl")
-    assert (len(as_list), len(as_lines)) == (2, 1) and as_list.rows[0] == as_lines.rows[0]
-    assert as_lines.rows[0]["task_id"] == "world_7" and as_lines.rows[0]["num_turns"] == 1
-    line = as_list.read(1)
+    json_file, jsonl_file = open_lines(tmp_path / "a.json"), open_lines(tmp_path / "a.jsonl")
+    assert (len(json_file), len(jsonl_file)) == (2, 1) and json_file.rows[0] == jsonl_file.rows[0]
+    assert jsonl_file.rows[0]["task_id"] == "world_7" and jsonl_file.rows[0]["num_turns"] == 1
+    line = json_file.read(1)
     assert line["turns"] == [{"action_text": "Action: light", "observation_text": "bright"}]
     assert [m["content"] for m in opening_of(line)] == ["rules", "OK", "dark"]
 
 
-def test_a_long_odd_answer_takes_no_time():
-    began = time.perf_counter()
+def test_splitting_a_long_strange_answer_is_fast():
+    start = time.perf_counter()
     for text in (" " * 50_000, "<search>" * 2_000, "Thought:" + "\n" * 50_000):
         split_action(text + "x")
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - start < 1

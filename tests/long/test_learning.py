@@ -1,8 +1,9 @@
-"""Every algorithm learns: whole runs of train.py in an environment that pays for letters a to m.
+"""Every algorithm learns: runs of train.py in an environment that pays for the letters a to m.
 
 Random text earns about 0.5. The difference of two means over five steps has a standard error of
-0.013: the margin of 0.2 is more than ten of these. Of six seeds GRPO gained 0.40 to 0.49, PPO,
-whose critic has to be learned first, 0.16 to 0.45; seed 0, the one tested here, 0.30 to 0.37.
+0.013, so the margin of 0.2 is more than ten standard errors. Over six seeds GRPO gained 0.40 to
+0.49, and PPO, which must learn its critic first, 0.16 to 0.45. With seed 0, which this test uses,
+PPO gained 0.30 to 0.37.
 """
 
 from statistics import fmean
@@ -32,7 +33,7 @@ def mean_returns(tmp_path, **changes):
         )
         assert train_main(flags(**settings)) == 0
     metrics = read_metrics(settings["run_dir"])
-    # Trap 12: N steps are N updates, the first and the last included.
+    # Trap 12: N steps are N updates, including the first and the last.
     assert [line["policy/optimizer_steps"] for line in metrics] == [1] * 20
     return [line["train/return_mean"] for line in metrics]
 
@@ -43,7 +44,7 @@ def gain(returns):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "rloo", "reinforce_plus_plus"])
 def test_the_return_rises(tmp_path, algorithm):
-    """Trap 2: estimators that never ran."""
+    """Trap 2: some estimators were never used."""
     returns = mean_returns(tmp_path, algorithm=algorithm)
     assert gain(returns) > MARGIN, [round(r, 2) for r in returns]
 

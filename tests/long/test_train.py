@@ -1,4 +1,4 @@
-"""Whole runs of train.py that take long: Ctrl-C in a rollout, real vLLM."""
+"""Long runs of train.py: Ctrl-C during a rollout, real vLLM."""
 
 import json
 import os
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def spawn(argv):
-    """`python train.py ARGV` as a process of its own, its output read as text."""
+    """Start `python train.py ARGV` as a process; its output is read as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, env=environment, **pipes)
 
 
-def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
+def test_ctrl_c_during_a_rollout_saves_and_prints_a_command_that_resumes_the_run(tmp_path):
     resets = []
 
     async def count_resets(request, call_next):
@@ -47,9 +47,9 @@ def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
         )
         settings["tasks"] = "envs/textcraft/ids/textcraft_family_train.json"
         process = spawn(flags(**settings))
-        give_up_at = time.monotonic() + 120
-        while len(resets) < 5 and process.poll() is None and time.monotonic() < give_up_at:
-            time.sleep(0.01)  # one reset looks at the budget, four begin the rollout
+        deadline = time.monotonic() + 120
+        while len(resets) < 5 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # one reset checks the token budget, four start the rollout
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 130, out + err
@@ -61,22 +61,22 @@ def test_ctrl_c_in_a_rollout_saves_and_prints_a_command_that_goes_on(tmp_path):
         assert read_metrics(run_dir) == []
 
         command = shlex.split(out.splitlines()[-1])
-        again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resumed after step 0" in again.stdout
+        resumed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed after step 0" in resumed.stdout
     assert [line["step"] for line in read_metrics(run_dir)] == [1]
     assert checkpoint.steps_saved(run_dir) == [0, 1]
 
 
 def test_two_steps_through_vllm_and_http(tmp_path):
-    """One process that starts its own environment server; vLLM samples, real HTTP in between."""
+    """The run starts its environment server; vLLM samples and talks to it over real HTTP."""
     settings = options(
         tmp_path,
         None,
         env="textcraft",
         engine="vllm",
         algorithm="reinforce_plus_plus",
-        entropy_coef=0.01,  # moves the weights whatever the returns are
+        entropy_coef=0.01,  # changes the weights even if all returns are equal
         learning_rate=1e-3,
         subtasks=("depth 1",),
         max_tokens_per_turn=16,
