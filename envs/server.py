@@ -276,7 +276,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--idle-timeout-s",
         type=float,
         default=1800.0,
-        help="close a session after this many seconds without a request; its client has died",
+        help="close a session after this many seconds without a request (its client has died)",
     )
     options = parser.parse_args(arguments)
     for name in ("max_sessions", "idle_timeout_s"):

@@ -45,7 +45,7 @@ REFUSALS: dict[type[Exception], tuple[int, str]] = {
     TaskIndexError: (404, "give the index of a task that exists"),
     NotResetError: (409, "POST /reset starts an episode"),
     EpisodeEndedError: (409, "POST /reset starts the next episode"),
-    OracleLost: (409, "the episode goes on; POST /step plays it"),
+    OracleLost: (409, "the episode can continue: send the next action with POST /step"),
 }
 log = logging.getLogger("envs.server")
 
