@@ -303,9 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Serve BM25 over SEARCHQA_CORPUS_PATH (or the Factbook) in Search-R1's format.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="0 picks a free port (default: 8000)"
-    )
+    parser.add_argument("--port", type=int, default=8000, help="0: a free port (default: 8000)")
     options = parser.parse_args(arguments)
     if not 0 <= options.port < 65_536:
         parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
