@@ -232,7 +232,8 @@ class RunConfig(UpdateOptions):
             raise Misuse("--stop-at needs held-out success: it and --eval-every must be above 0")
         turn, trajectory = self.max_tokens_per_turn, self.max_trajectory_tokens
         if turn >= trajectory:
-            raise Misuse(f"--max-tokens-per-turn {turn} >= --max-trajectory-tokens {trajectory}")
+            limit = f"--max-trajectory-tokens {trajectory}"
+            raise Misuse(f"--max-tokens-per-turn {turn} must be below {limit}")
         if self.engine_url and self.engine_devices:
             raise Misuse("--engine-url and --engine-devices cannot be combined; give one of them")
         if (self.engine_url or self.engine_devices) and self.engine != "vllm":
@@ -319,7 +320,7 @@ class Config(RunConfig, Objective):
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.group_size < 2 and self.algorithm in GROUP_ALGORITHMS:
-            raise Misuse(f"--group-size 1: {self.algorithm} compares samples, give 2 or more")
+            raise Misuse(f"--group-size 1: {self.algorithm} compares samples; give 2 or more")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
             raise Misuse("--kl-target adapts --kl-coef: both must be above 0")
         if self.kl_loss_coef and self.kl_estimator == "k1":

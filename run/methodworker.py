@@ -101,7 +101,7 @@ class MethodConfig(RunConfig):
         super().check()
         for c in config_per_env(self):
             if len(c.rounds) != 1 or c.rounds[0] < 1:
-                raise Misuse(f"--rounds: {self.program} needs one number, at least 1")
+                raise Misuse(f"--rounds: {self.program} needs one number of at least 1")
         value = getattr(self, "min_return", None)
         is_valid = value is None or (math.isfinite(value) and (value >= 0 or self.method == "sft"))
         self.require("min_return", is_valid, "must be finite and not below 0")
