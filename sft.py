@@ -74,8 +74,8 @@ class SftConfig(MethodConfig):
     min_return: float | None = None  # use only conversations with at least this return (none: all)
     num_demonstrations: int = 128  # oracle demonstrations per environment, without --data
     hold_out: float = 0.0
-    """share of the conversations to hold out and measure the loss on, by task (0..1);
-    without --eval-every it is measured after each epoch, and the lowest decides `best`"""
+    """share of the conversations to hold out, without splitting a task (0..1);
+    their loss is measured at evaluations; without --eval-every per epoch, and decides `best`"""
     # Training
     steps: int = 0  # total training steps, with those before a resume; 0: see --epochs
     epochs: int = 2  # passes over the conversations, unless --steps is set
