@@ -1,4 +1,4 @@
-"""evaluate.py from the command line to the files, over a real env server and scripted models."""
+"""evaluate.py from the command line to the files, with a real server and scripted models."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from starlette.responses import JSONResponse
-from test_chatapi import ChatServer, oracle_answer, says, task_index_of
+from test_chatapi import ChatServer, completion, oracle_answer, task_index_of
 from toy_env import Letters, serve
 
 import envs
@@ -40,7 +40,7 @@ def env_url():
 # -------------------------------------------------------------------- the command line
 
 
-def test_a_model_behind_a_chat_server_from_the_command_line_to_the_files(env_url, tmp_path, capsys):
+def test_an_evaluation_of_a_chat_model_writes_all_results(env_url, tmp_path, capsys):
     out = tmp_path / "result"
     with ChatServer(oracle_answer) as server:
         code = main(
@@ -49,8 +49,8 @@ def test_a_model_behind_a_chat_server_from_the_command_line_to_the_files(env_url
             + ["--max-rounds", "2", "4", "40", "--out", str(out)]
         )
     assert code == 0
-    printed = capsys.readouterr().out
-    assert "depth 1" in printed and "100.0 % [" in printed
+    output = capsys.readouterr().out
+    assert "depth 1" in output and "100.0 % [" in output
     names = {"config.json", "curves.png", "eval.json", "trajectories.jsonl"}
     assert {path.name for path in out.iterdir()} == names
     result = json.loads((out / "eval.json").read_text())
@@ -63,7 +63,7 @@ def test_a_model_behind_a_chat_server_from_the_command_line_to_the_files(env_url
     assert all(json.loads(line)["success"] for line in lines)
 
 
-def test_a_local_model_from_the_command_line_to_the_files(env_url, tmp_path, capsys):
+def test_an_evaluation_of_a_local_model_writes_all_results(env_url, tmp_path, capsys):
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([{"item_id": "textcraft_0"}, {"item_id": "textcraft_40"}]))
     options = "--model tiny --deterministic --samples 2 --max-rounds 2 --max-tokens-per-turn 8"
@@ -76,12 +76,12 @@ def test_a_local_model_from_the_command_line_to_the_files(env_url, tmp_path, cap
         results.append([(row["trajectory_id"], row["input_ids"]) for row in rows])
     assert len(results[0]) == 4
     assert results[0] == results[1]  # --deterministic
-    assert results[0][0][1] != results[0][1][1]  # and still two samples of a task differ
+    assert results[0][0][1] != results[0][1][1]  # but two samples of a task differ
     assert main(["--compare", str(tmp_path / "a/eval.json"), str(tmp_path / "b/eval.json")]) == 0
     assert "+0.0 points" in capsys.readouterr().out
 
 
-def test_ctrl_c_writes_what_has_ended_and_exits_130(env_url, tmp_path):
+def test_ctrl_c_saves_the_ended_episodes_and_exits_with_130(env_url, tmp_path):
     def answer_some(body):
         if task_index_of(body) % 10:
             time.sleep(60)
@@ -108,12 +108,14 @@ def test_ctrl_c_writes_what_has_ended_and_exits_130(env_url, tmp_path):
     assert result["complete"] is False and result["overall"]["items"] == 4
 
 
-def test_what_cannot_start_leaves_nothing_behind_and_loads_no_model(tmp_path, capsys, monkeypatch):
+def test_an_evaluation_that_cannot_start_writes_no_files_and_loads_no_model(
+    tmp_path, capsys, monkeypatch
+):
     def load(*_):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(evaluate, "start_player", load)
-    (tmp_path / "a file").write_text("kept")
+    (tmp_path / "a file").write_text("")
     for url, out, code, reason in (
         ("http://127.0.0.1:1", "a file/below", 2, "a file"),
         ("http://127.0.0.1:9", "out", 1, "http://127.0.0.1:9"),
@@ -127,32 +129,33 @@ def test_what_cannot_start_leaves_nothing_behind_and_loads_no_model(tmp_path, ca
 # ------------------------------------------------------------------------------ --env all
 
 
-FAMILIES = ("textcraft", "babyai")  # names that the paper has, over a world of two turns
+ENVS = ("textcraft", "babyai")  # names for which the paper has results; both play Letters
 
 
 @pytest.fixture
-def worlds(monkeypatch, tmp_path):
-    """Two toy families: `started` lists them, those in `refuse` do not start, in `dead` die."""
-    state = SimpleNamespace(started=[], refuse=set(), dead=set())
+def servers(monkeypatch, tmp_path):
+    """Servers of two toy environments. `start_log` lists the starts. Servers in `unstartable` do
+    not start, and servers in `failing` fail at every step."""
+    state = SimpleNamespace(start_log=[], unstartable=set(), failing=set())
 
     @contextlib.contextmanager
     def local_server(env):
-        async def dies(request, call_next):
-            if env in state.dead and request.url.path == "/step":
+        async def fail_if_asked(request, call_next):
+            if env in state.failing and request.url.path == "/step":
                 return JSONResponse({"error": "the simulator died"}, 500)
             return await call_next(request)
 
-        state.started.append(env)
-        if env in state.refuse:
+        state.start_log.append(env)
+        if env in state.unstartable:
             raise EnvError("exited with 1 at start:\nModuleNotFoundError: No module", env)
-        with serve(Letters, dies, name=env) as url:
+        with serve(Letters, fail_if_asked, name=env) as url:
             yield url
 
-    for env in FAMILIES:
+    for env in ENVS:
         ids = [{"item_id": f"{env}_{i}"} for i in range(4)]
         (tmp_path / f"{env}_test.json").write_text(json.dumps(ids))
         monkeypatch.setitem(envs.ENVS, env, "toy_env:Letters")
-    for env in set(envs.ENVS) - set(FAMILIES):
+    for env in set(envs.ENVS) - set(ENVS):
         monkeypatch.delitem(envs.ENVS, env)
     monkeypatch.setattr(envs, "ids_dir", lambda env: tmp_path)
     monkeypatch.setattr("envclient.BACK_OFF_S", 0.001)
@@ -160,8 +163,8 @@ def worlds(monkeypatch, tmp_path):
     return state
 
 
-def all_families(url, out, *options):
-    """The exit code, and what benchmark.json says of each family."""
+def evaluate_all(url, out, *options):
+    """Run `--env all`; returns the exit code and the environments in benchmark.json."""
     command = ["--env", "all", "--api-base", url, "--api-model", "writer", "--out", str(out)]
     code = main([*command, *options])
     table = out / "benchmark.json"
@@ -170,70 +173,73 @@ def all_families(url, out, *options):
 
 @pytest.fixture
 def writer():
-    """A chat server whose model solves the tasks with an even number."""
+    """A chat server whose model solves the tasks with an even index."""
 
     def answer(body):
-        first = next(m["content"] for m in body["messages"] if m["content"].startswith("craft"))
-        return says("abc" if int(first.split()[-1]) % 2 == 0 else "xyz")
+        messages = [message["content"] for message in body["messages"]]
+        observation = next(text for text in messages if text.startswith("craft"))
+        return completion("abc" if int(observation.split()[-1]) % 2 == 0 else "xyz")
 
     with ChatServer(answer) as server:
         yield server.url
 
 
-def test_all_families_end_in_one_table_beside_the_papers_numbers(worlds, writer, tmp_path, capsys):
+def test_env_all_compares_all_environments_with_the_papers_numbers(
+    servers, writer, tmp_path, capsys
+):
     out = tmp_path / "out"
-    code, families = all_families(writer, out, "--samples", "2")
-    printed = capsys.readouterr().out
-    assert code == 0 and worlds.started == list(FAMILIES)
-    results = {env: json.loads((out / env / "eval.json").read_text()) for env in FAMILIES}
+    code, rows = evaluate_all(writer, out, "--samples", "2")
+    output = capsys.readouterr().out
+    assert code == 0 and servers.start_log == list(ENVS)
+    results = {env: json.loads((out / env / "eval.json").read_text()) for env in ENVS}
     for result in results.values():
         assert result["complete"] and result["samples"] == 2
         assert result["subtasks"]["even"]["avg"]["value"] == 1.0
         assert result["subtasks"]["odd"]["avg"]["value"] == 0.0
-    assert (out / "benchmark.md").read_text() in printed
+    assert (out / "benchmark.md").read_text() in output
     row = "| babyai | all | 4 ! | 50.0 [0.0, 100.0] | 50.0 [0.0, 100.0] | 90 | 52.2 | 66.7 |"
-    assert row in " ".join(printed.split())
-    assert families["babyai"]["overall"] == results["babyai"]["overall"]
+    assert row in " ".join(output.split())
+    assert rows["babyai"]["overall"] == results["babyai"]["overall"]
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("refuse", "No module"), ("dead", "the simulator died")]
+    ("fault", "reason"), [("unstartable", "No module"), ("failing", "the simulator died")]
 )
-def test_a_family_that_fails_does_not_lose_the_others(
-    fault, reason, worlds, writer, tmp_path, capsys
+def test_if_an_environment_fails_the_others_are_still_evaluated(
+    fault, reason, servers, writer, tmp_path, capsys
 ):
-    getattr(worlds, fault).add("textcraft")
-    code, families = all_families(writer, tmp_path / "out")
-    assert code == 1 and reason in families["textcraft"]["not_measured"]
-    assert families["babyai"]["overall"]["items"] == 4
-    printed = capsys.readouterr()
-    (line,) = [x for x in printed.err.splitlines() if x.startswith("evaluate.py: textcraft: ")]
-    assert reason in line and re.search(r"\| textcraft +\| not measured: ", printed.out)
+    getattr(servers, fault).add("textcraft")
+    code, rows = evaluate_all(writer, tmp_path / "out")
+    assert code == 1 and reason in rows["textcraft"]["not_measured"]
+    assert rows["babyai"]["overall"]["items"] == 4
+    output = capsys.readouterr()
+    (line,) = [x for x in output.err.splitlines() if x.startswith("evaluate.py: textcraft: ")]
+    assert reason in line and re.search(r"\| textcraft +\| not measured: ", output.out)
 
 
-def test_resume_plays_what_is_missing_and_nothing_of_other_settings(
-    worlds, writer, tmp_path, capsys
+def test_resume_plays_the_missing_environments_and_refuses_other_settings(
+    servers, writer, tmp_path, capsys
 ):
     out = tmp_path / "out"
-    worlds.refuse.add("babyai")
-    assert all_families(writer, out)[0] == 1
-    kept = {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
-    worlds.refuse.clear()
-    worlds.started.clear()
+    servers.unstartable.add("babyai")
+    assert evaluate_all(writer, out)[0] == 1
+    files = {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
+    servers.unstartable.clear()
+    servers.start_log.clear()
     capsys.readouterr()
-    for options, said in (
+    for options, message in (
         ([], "exists and is not empty"),
         (["--resume", "--max-rounds", "3", "9"], "measured with max_rounds [30], not [3, 9]"),
         (["--resume", "--api-model", "other"], "measured with model writer, not other"),
     ):
-        assert all_families(writer, out, *options)[0] == 2
+        assert evaluate_all(writer, out, *options)[0] == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
-    for _ in range(2):  # the second time there is nothing left to play
-        code, families = all_families(writer, out, "--resume")
-        assert (code, worlds.started) == (0, ["babyai"])
-    assert kept == {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
-    assert [row["overall"]["items"] for row in families.values()] == [4, 4]
+        assert message in line
+    for _ in range(2):  # the second time nothing is missing
+        code, rows = evaluate_all(writer, out, "--resume")
+        assert (code, servers.start_log) == (0, ["babyai"])
+    assert files == {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
+    assert [row["overall"]["items"] for row in rows.values()] == [4, 4]
 
 
 # ------------------------------------------------------------------------------ options
@@ -261,7 +267,7 @@ BAD_COMMANDS = {
 
 
 @pytest.mark.parametrize("command", BAD_COMMANDS)
-def test_misuse_is_exit_2_with_one_line(command, capsys, monkeypatch):
+def test_misuse_exits_with_2_and_one_line(command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(command.split()) == 2
@@ -270,34 +276,34 @@ def test_misuse_is_exit_2_with_one_line(command, capsys, monkeypatch):
     assert len(err.splitlines()) == 1 and out == ""
 
 
-def test_on_a_gpu_the_sampler_has_the_card_to_itself_in_a_format_that_the_card_knows(
+def test_on_a_gpu_the_sampler_gets_most_of_the_memory_and_a_supported_number_format(
     tmp_path, monkeypatch
 ):
-    """A T4, for example, lacks bfloat16."""
-    asked = {}
+    """A T4, for example, does not support bfloat16."""
+    engine_options = {}
 
     def make(kind, path, length, deterministic, **options):
-        asked.update(options)
+        engine_options.update(options)
         return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(vllm_engine, "make_engine", make)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     evaluate.start_player(EvalConfig(model="tiny"), tmp_path, contextlib.ExitStack())
-    assert asked == {"seed": 0, "dtype": "float32", "gpu_memory_utilization": 0.9}
+    assert engine_options == {"seed": 0, "dtype": "float32", "gpu_memory_utilization": 0.9}
 
 
-def test_a_player_that_fails_loses_nothing_that_was_played_and_is_told_what_to_record(tmp_path):
-    asked = []
+def test_if_play_fails_the_results_so_far_are_written(tmp_path):
+    calls = []
 
     def player(pool, requests, settings, progress):
-        asked.append((len(requests), settings.record_state))
+        calls.append((len(requests), settings.record_state))
         raise OSError(28, "No space left on device")
 
     config = EvalConfig(env="textcraft", model="tiny", record_state=True, limit=2, samples=3)
     pool = SimpleNamespace(env="textcraft")
     summary, code, problem = evaluate.measure(config, player, pool, TASKS, tmp_path)
-    assert asked == [(4 * 2 * 3, True)]  # two tasks of each of four sub-tasks
+    assert calls == [(4 * 2 * 3, True)]  # three samples of two tasks of each of four sub-tasks
     assert code == 1 and "No space left on device" in problem
     assert not summary["complete"] and (tmp_path / "eval.json").exists()
 
@@ -305,8 +311,8 @@ def test_a_player_that_fails_loses_nothing_that_was_played_and_is_told_what_to_r
 # ------------------------------------------------------------------------------ --run
 
 
-def a_run(folder, **options):
-    """What a run leaves that an evaluation reads."""
+def make_run(folder, **options):
+    """Write the files of a run that an evaluation reads; returns the run's options."""
     config = complete(replace(Config(), env="textcraft", model="tiny", rounds=(3, 5), **options))
     (folder / "checkpoints" / "step_000002").mkdir(parents=True)
     (folder / "checkpoints" / "step_000004").mkdir()
@@ -314,44 +320,44 @@ def a_run(folder, **options):
     return config
 
 
-def test_a_run_is_measured_as_it_measures_itself(tmp_path):
+def test_a_run_is_evaluated_with_its_own_evaluation_settings(tmp_path):
     prompt = '[{"role": "system", "content": "Craft."}]'
-    config = a_run(tmp_path, prompt=prompt, seed=7, eval_samples=4)
-    own = settings_of_run(str(tmp_path), set())
-    assert own.model.endswith("checkpoints/step_000004") and own.max_rounds == (5,)
-    assert (own.env, own.prompt, own.tasks) == ("textcraft", prompt, "short_test")
-    assert (own.subtasks, own.seed, own.samples) == ((), 7, 4)
+    run_config = make_run(tmp_path, prompt=prompt, seed=7, eval_samples=4)
+    config = settings_of_run(str(tmp_path), set())
+    assert config.model.endswith("checkpoints/step_000004") and config.max_rounds == (5,)
+    assert (config.env, config.prompt, config.tasks) == ("textcraft", prompt, "short_test")
+    assert (config.subtasks, config.seed, config.samples) == ((), 7, 4)
     for name in ("max_tokens_per_turn", "max_trajectory_tokens", "temperature", "engine"):
-        assert getattr(own, name) == getattr(config, name)
+        assert getattr(config, name) == getattr(run_config, name)
     (tmp_path / "checkpoints" / "best").symlink_to("step_000002")
     assert settings_of_run(str(tmp_path), set()).model.endswith("checkpoints/best")
-    other = settings_of_run(str(tmp_path), {"env"}, "babyai")  # with its own prompt and turns
-    assert (other.env, other.prompt, other.max_rounds, other.tasks) == ("babyai", None, (), None)
-    assert other.horizons("babyai") == [PAPER["babyai"].max_rounds]
+    babyai = settings_of_run(str(tmp_path), {"env"}, "babyai")  # uses babyai's prompt and horizon
+    assert (babyai.env, babyai.prompt, babyai.max_rounds) == ("babyai", None, ())
+    assert babyai.tasks is None and babyai.horizons("babyai") == [PAPER["babyai"].max_rounds]
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         settings_of_run(str(tmp_path), set())
 
 
-def test_options_beside_a_run_override_it(tmp_path, monkeypatch):
-    a_run(tmp_path)
+def test_command_line_options_override_those_of_the_run(tmp_path, monkeypatch):
+    make_run(tmp_path)
     monkeypatch.setattr(evaluate, "check_model", lambda *_: None)
     monkeypatch.setattr(evaluate, "check_length", lambda *_: None)
-    words = ["--run", str(tmp_path), "--split", "test", "--max-rounds", "7", "9"]
-    config = evaluate.parse_options(words)
+    argv = ["--run", str(tmp_path), "--split", "test", "--max-rounds", "7", "9"]
+    config = evaluate.parse_options(argv)
     assert (config.tasks, config.split, config.subtasks) == (None, "test", ())
     assert config.max_rounds == (7, 9) and config.max_tokens_per_turn == 80
 
 
-def test_a_run_without_held_out_tasks_is_measured_on_those_it_trains_on(tmp_path):
-    a_run(tmp_path, eval_every=0, eval_tasks=None, tasks="family_train", subtasks=("depth 2",))
-    own = settings_of_run(str(tmp_path), set())
-    assert (own.tasks, own.subtasks) == ("family_train", ("depth 2",))
-    known = load_tasks("textcraft", None, own.tasks, own.subtasks)
-    assert num_trained_on(own, known) == len(known) > 0  # and replay.py calls them so
-    others = [task for task in TASKS if task not in known]
-    assert num_trained_on(own, [*others, known[0]]) == 1
-    saved = json.loads((tmp_path / "config.json").read_text())["config"]
-    of_files = {"method": "dpo", "config": saved | {"pairs": ["mine.jsonl"]}}
-    (tmp_path / "config.json").write_text(json.dumps(of_files))
-    assert num_trained_on(own, known) == 0
+def test_a_run_without_held_out_tasks_is_evaluated_on_its_training_tasks(tmp_path):
+    make_run(tmp_path, eval_every=0, eval_tasks=None, tasks="family_train", subtasks=("depth 2",))
+    config = settings_of_run(str(tmp_path), set())
+    assert (config.tasks, config.subtasks) == ("family_train", ("depth 2",))
+    train_tasks = load_tasks("textcraft", None, config.tasks, config.subtasks)
+    assert num_trained_on(config, train_tasks) == len(train_tasks) > 0
+    other_tasks = [task for task in TASKS if task not in train_tasks]
+    assert num_trained_on(config, [*other_tasks, train_tasks[0]]) == 1
+    run_config = json.loads((tmp_path / "config.json").read_text())["config"]
+    dpo_config = {"method": "dpo", "config": run_config | {"pairs": ["mine.jsonl"]}}
+    (tmp_path / "config.json").write_text(json.dumps(dpo_config))
+    assert num_trained_on(config, train_tasks) == 0

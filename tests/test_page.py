@@ -1,6 +1,6 @@
-"""The page of replay.py in a real browser: what it shows, that keys work, that nothing runs.
+"""The page of replay.py in a real browser: its contents, its keys, and that no written text runs.
 
-Without a Chromium these tests are skipped; with CI=true they fail.
+Without Chromium these tests are skipped; with CI=true they fail instead.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def chromium():
     if path is None:
         missing = "no Chromium: apt-get install chromium, or name one in $CHROMIUM"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"NOT TESTED: {missing}")
-    # The sandbox needs rights that root in a container lacks.
+    # In a container, root does not have the rights that the sandbox needs.
     arguments = ["--disable-gpu", *([] if os.geteuid() else ["--no-sandbox"])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
@@ -42,13 +42,13 @@ def chromium():
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run") / "made", steps=4, turns=3)
 
 
 @pytest.fixture
 def serve():
-    """replay.py's server in this process, on a free port."""
+    """A function that starts replay.py's server in this process, on a free port."""
     with contextlib.ExitStack() as stack:
 
         def start(path, play=None):
@@ -66,14 +66,14 @@ def serve():
 
 @pytest.fixture(params=[("light", 1280)])
 def tab(chromium, request):
-    """A page of a colour scheme and width that notes what goes wrong on it; nothing may."""
+    """A browser tab with a colour scheme and width. The test fails if the page logs an error."""
     scheme, width = request.param
     context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
     page = context.new_page()
-    page.problems, page.asked = [], []
+    page.problems, page.requested_urls = [], []
     page.on("console", lambda m: m.type in ("error", "warning") and page.problems.append(m.text))
     page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.on("request", lambda request: page.asked.append(request.url))
+    page.on("request", lambda request: page.requested_urls.append(request.url))
     yield page
     problems = list(page.problems)
     context.close()
@@ -87,11 +87,11 @@ def open_at(page, url, wait_for="h1"):
 
 
 def until(page, expression, *argument, seconds=30):
-    """Wait until a JavaScript expression is true. The page's policy forbids what Playwright's own
-    wait_for_function does."""
-    end = time.monotonic() + seconds
+    """Wait until a JavaScript expression is true. The page's Content-Security-Policy forbids
+    Playwright's wait_for_function."""
+    deadline = time.monotonic() + seconds
     while not page.evaluate(expression, *argument):
-        assert time.monotonic() < end, expression
+        assert time.monotonic() < deadline, expression
         page.wait_for_timeout(100)
 
 
@@ -100,8 +100,8 @@ def assert_accessible(page):
     assert not violations, [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in violations]
 
 
-def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, tab):
-    url = serve(made)
+def test_a_user_goes_from_the_first_screen_to_a_failure_with_a_filter_and_keys(serve, run, tab):
+    url = serve(run)
     open_at(tab, url, ".goes-wrong li")
     assert "held-out tasks solved" in tab.inner_text(".headline")
     assert tab.locator(".uplot").count() >= 4 and "failures in" in tab.inner_text(".goes-wrong")
@@ -114,7 +114,7 @@ def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, t
     rows.first.locator("a").click()
     tab.wait_for_selector(".turns")
     line = int(tab.url.rsplit("/", 1)[1].split("?")[0])
-    recorded = open_source(0, made).lines("step_000004").read(line)
+    recorded = open_source(0, run).lines("step_000004").read(line)
     assert not recorded["success"]
     for turn in range(2, len(recorded["turns"]) + 1):
         tab.keyboard.press("ArrowRight")
@@ -125,9 +125,9 @@ def test_from_the_first_screen_to_a_failure_by_filter_and_by_keys(serve, made, t
     tab.wait_for_url(f"**/step_000004/{line + 1}")
 
 
-def test_lists_are_filtered_sorted_and_cut_into_pages(serve, made, tab):
-    tab.goto(serve(made))
-    all_rows = open_source(0, made).lines("step_000004").rows
+def test_lists_are_filtered_sorted_and_split_into_pages(serve, run, tab):
+    tab.goto(serve(run))
+    all_rows = open_source(0, run).lines("step_000004").rows
 
     def select(query, **changes):
         return tab.evaluate(
@@ -139,14 +139,14 @@ def test_lists_are_filtered_sorted_and_cut_into_pages(serve, made, tab):
             [all_rows, query, {"limit": 200} | changes],
         )
 
-    for query, keeps in {
+    for query, matches in {
         "outcome=solved": lambda row: row["success"],
         "outcome=lost": lambda row: row["stop_reason"] == "env_error",
         "min_turns=2&max_turns=3": lambda row: 2 <= row["num_turns"] <= 3,
         "task=CRAFT_0": lambda row: row["task_id"] == "textcraft_0",
         "stop_reason=max_rounds&subtask=nothing": lambda row: False,
     }.items():
-        assert select(query)["rows"] == [row for row in all_rows if keeps(row)], query
+        assert select(query)["rows"] == [row for row in all_rows if matches(row)], query
     turns = [row["num_turns"] for row in select("sort=-num_turns")["rows"]]
     assert turns == sorted(turns, reverse=True) and len(set(turns)) > 1
     page = select("", offset=5, limit=10)
@@ -155,22 +155,22 @@ def test_lists_are_filtered_sorted_and_cut_into_pages(serve, made, tab):
     assert [row["task_id"] for row in select("sort=task_id")["rows"]] == ["t_9", "t_10", None]
 
 
-def test_tokens_have_the_files_masks_and_numbers(serve, made, tab):
-    open_at(tab, f"{serve(made)}#/0/step_000003/1/1", ".turns")
-    recorded = open_source(0, made).lines("step_000003").read(1)
+def test_tokens_have_the_masks_and_numbers_of_the_file(serve, run, tab):
+    open_at(tab, f"{serve(run)}#/0/step_000003/1/1", ".turns")
+    recorded = open_source(0, run).lines("step_000003").read(1)
     tab.keyboard.press("t")
     tab.wait_for_selector(".tokens .token.policy")
     names = tab.evaluate("[...document.querySelectorAll('.tokens .token')].map(t => t.className)")
     assert [int("policy" in name) for name in names] == recorded["loss_mask"]
-    place = recorded["loss_mask"].index(1)
-    tab.locator(".tokens .token").nth(place).hover()
-    tip = tab.locator("[role=tooltip]:visible").inner_text().replace("−", "-")
-    numbers = [float(line.split()[-1]) for line in tip.splitlines()]
-    expected = [recorded["input_ids"][place], recorded["rollout_log_probs"][place]]
+    index = recorded["loss_mask"].index(1)
+    tab.locator(".tokens .token").nth(index).hover()
+    tooltip = tab.locator("[role=tooltip]:visible").inner_text().replace("−", "-")
+    numbers = [float(line.split()[-1]) for line in tooltip.splitlines()]
+    expected = [recorded["input_ids"][index], recorded["rollout_log_probs"][index]]
     assert numbers[:2] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_step_that_is_written_while_one_looks_appears(serve, tmp_path, tab):
+def test_a_new_step_appears_while_the_page_is_open(serve, tmp_path, tab):
     run = make_run(tmp_path / "run", steps=2, turns=3)
     config = json.loads((run / "config.json").read_text())
     config["config"]["steps"] = 9
@@ -190,21 +190,21 @@ def environments():
 
 
 @pytest.mark.parametrize(
-    ("env", "package", "drawn"),
+    ("env", "package", "selector"),
     [
         ("textcraft", "textcraft", ".world li"),
         ("babyai", "minigrid", "svg.grid-picture"),
         pytest.param("sciworld", "scienceworld", ".world li", marks=pytest.mark.long),
     ],
 )
-def test_an_episode_is_played_again_and_its_world_drawn(
-    serve, environments, tmp_path, tab, env, package, drawn
+def test_an_episode_is_re_enacted_and_its_states_are_drawn(
+    serve, environments, tmp_path, tab, env, package, selector
 ):
     pytest.importorskip(package, reason=f"make setup ENV={env}")
     url = serve(FOLDER / f"{env}.jsonl", Play(environments, tmp_path))
     open_at(tab, f"{url}#/0/{env}/0", ".picture")
     tab.get_by_role("button", name="Re-enact").click()
-    tab.wait_for_selector(f".picture .canvas {drawn}", timeout=90_000)
+    tab.wait_for_selector(f".picture .canvas {selector}", timeout=90_000)
     assert "every observation equals the recorded one" in tab.inner_text(".picture")
     before = tab.inner_html(".picture .canvas")
     tab.keyboard.press("End")
@@ -212,7 +212,7 @@ def test_an_episode_is_played_again_and_its_world_drawn(
     assert_accessible(tab)
 
 
-def test_a_goal_is_played_by_the_oracle(serve, environments, tmp_path, tab):
+def test_live_play_with_the_oracle_solves_a_task(serve, environments, tmp_path, tab):
     url = serve(FOLDER / "textcraft.jsonl", Play(environments, tmp_path))
     open_at(tab, f"{url}#/play/textcraft/3", "input[list]")
     for _ in range(12):
@@ -230,27 +230,25 @@ def test_a_goal_is_played_by_the_oracle(serve, environments, tmp_path, tab):
 
 
 @pytest.mark.parametrize("tab", [("light", 400), ("dark", 1280)], indirect=True)
-def test_an_export_opens_from_disk_asks_for_nothing_and_can_be_read_by_everybody(
-    made, tmp_path, tab
-):
-    export([open_source(0, made)], tmp_path / "page.html", None)
+def test_an_export_opens_from_disk_sends_no_requests_and_is_accessible(run, tmp_path, tab):
+    export([open_source(0, run)], tmp_path / "page.html", None)
     for route in ("#/0", "#/0/step_000004", "#/0/step_000004?group=1", "#/0/step_000004/1/2"):
         open_at(tab, (tmp_path / "page.html").as_uri() + route)
         tab.wait_for_timeout(400)
-        tab.keyboard.press("t")  # tokens, where there are any
+        tab.keyboard.press("t")  # shows tokens in a trajectory
         tab.wait_for_timeout(200)
         assert_accessible(tab)
         overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert tab.evaluate(overflow) <= 0, route
         assert len(tab.inner_text("main")) > 100
     assert tab.locator(".tokens").count() > 1
-    assert all(url.startswith(("file:", "about:", "data:")) for url in tab.asked)
-    assert len([url for url in tab.asked if url.startswith("file:")]) == 4  # the page itself
+    assert all(url.startswith(("file:", "about:", "data:")) for url in tab.requested_urls)
+    assert len([url for url in tab.requested_urls if url.startswith("file:")]) == 4  # the page
     assert tab.get_by_role("button", name="Re-enact").count() == 0
 
 
 @pytest.mark.parametrize("is_served", [True, False])
-def test_nothing_that_was_written_runs(serve, tmp_path, tab, is_served):
+def test_text_from_models_and_files_never_runs(serve, tmp_path, tab, is_served):
     run = tmp_path / "<img src=x onerror='window.pwned=1'>"
     (run / "trajectories").mkdir(parents=True)
     lines = "".join(hostile_line(n, text) for n, text in enumerate(HOSTILE))
@@ -267,6 +265,6 @@ def test_nothing_that_was_written_runs(serve, tmp_path, tab, is_served):
         assert tab.evaluate("document.querySelectorAll('main img').length") == 0
         links = tab.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
         assert all(link.startswith("#") for link in links), links
-        written = tab.inner_text("body")
-        assert not any(ord(c) < 32 and c not in "\n\t" for c in written), route
-        assert not any(c in written for c in "\u202e\u2066\x9b"), route
+        text = tab.inner_text("body")
+        assert not any(ord(c) < 32 and c not in "\n\t" for c in text), route
+        assert not any(c in text for c in "\u202e\u2066\x9b"), route

@@ -1,4 +1,4 @@
-"""sampling/vllm_engine.py asleep and awake, over a fake vLLM on a fake GPU."""
+"""sampling/vllm_engine.py: sleep, waking and weights, with a fake vLLM on a fake GPU."""
 
 import sys
 import types
@@ -17,12 +17,12 @@ SETTINGS = SamplingSettings(4, stop_token_ids=(3,))
 
 
 class FakeLLM:
-    """vLLM's LLM as far as VLLMEngine knows it: keeps the order of calls, answers [7, 8]."""
+    """The parts of vLLM's LLM that VLLMEngine uses: logs its calls and always samples [7, 8]."""
 
     calls: list = []
-    fails: tuple = ()  # the call that raises
-    free = 0  # bytes of the card
-    GIVEN_BACK = 50  # by sleep
+    failing_call: tuple = ()
+    free_bytes = 0  # of the GPU
+    FREED_BYTES = 50  # by sleep
 
     def __init__(self, **options):
         assert options["enable_sleep_mode"]
@@ -32,38 +32,41 @@ class FakeLLM:
         self.vllm_config = SimpleNamespace(cache_config=cache)
         self.submitted = []
 
-    def _note(self, *call):
+    def _log(self, *call):
         self.calls.append(call)
-        if call == self.fails:
+        if call == self.failing_call:
             raise AssertionError("out of memory")
 
     def add_request(self, request_id, prompt, params):
         self.submitted.append((request_id, params))
 
     def step(self):
-        done, self.submitted = self.submitted, []
-        flat = SimpleNamespace(token_ids=[7, 8], logprobs=[-0.5, -0.25])
-        output = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="stop")
-        return [SimpleNamespace(request_id=n, finished=True, outputs=[output]) for n, _ in done]
+        requests, self.submitted = self.submitted, []
+        log_probs = SimpleNamespace(token_ids=[7, 8], logprobs=[-0.5, -0.25])
+        sample = SimpleNamespace(token_ids=[7, 8], logprobs=log_probs, finish_reason="stop")
+        return [
+            SimpleNamespace(request_id=request_id, finished=True, outputs=[sample])
+            for request_id, _ in requests
+        ]
 
     def sleep(self, level):
-        self._note("sleep", level)
-        FakeLLM.free += FakeLLM.GIVEN_BACK
+        self._log("sleep", level)
+        FakeLLM.free_bytes += FakeLLM.FREED_BYTES
 
     def wake_up(self, tags):
-        self._note("wake_up", *tags)
+        self._log("wake_up", *tags)
 
     def collective_rpc(self, method, kwargs):
         for name, _ in kwargs["weights_iterator"]:
-            self._note(method, name)
+            self._log(method, name)
 
     def reset_prefix_cache(self):
-        self._note("reset_prefix_cache")
+        self._log("reset_prefix_cache")
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    """A VLLMEngine over FakeLLM that believes in a GPU."""
+    """A VLLMEngine with FakeLLM on a fake GPU."""
     fake = types.ModuleType("vllm")
     fake.LLM, fake.SamplingParams = FakeLLM, SimpleNamespace
     settings = types.ModuleType("vllm.sampling_params")
@@ -71,19 +74,19 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", settings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FakeLLM.free, 100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FakeLLM.free_bytes, 100))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: FakeLLM.calls.append(("empty_cache",)))
     monkeypatch.setattr(clock, "asleep_bytes", 0)
-    for name, value in {"free": 30, "calls": [], "fails": ()}.items():
+    for name, value in {"free_bytes": 30, "calls": [], "failing_call": ()}.items():
         monkeypatch.setattr(FakeLLM, name, value)
     return VLLMEngine("nowhere", 512)
 
 
-def test_a_sleeping_sampler_takes_its_cache_back_only_when_new_weights_are_in(engine):
-    """Weights, cache and the tensors being gathered would not fit side by side, nor what torch has
-    cached: vLLM's allocator cannot use it."""
+def test_a_sleeping_sampler_allocates_its_cache_only_after_new_weights_are_loaded(engine):
+    """The weights, the cache and the gathered tensors would not fit at the same time. torch's
+    cached memory must be released too, because vLLM's allocator cannot use it."""
     engine.sleep()
-    engine.sleep()  # nothing more to free
+    engine.sleep()  # does nothing
 
     def weights():
         for name, tensor in WEIGHTS:
@@ -102,36 +105,36 @@ def test_a_sleeping_sampler_takes_its_cache_back_only_when_new_weights_are_in(en
         ("wake_up", "kv_cache"),
         ("reset_prefix_cache",),
     ]
-    engine.load_weights(iter(WEIGHTS))  # awake: nothing to wake
+    engine.load_weights(iter(WEIGHTS))  # already awake
     assert FakeLLM.calls.count(("wake_up", "weights")) == 1
 
 
-def test_a_peak_leaves_out_what_a_sleeping_sampler_has_given_back(engine, monkeypatch):
-    """torch still counts it as allocated: an update was said to take 146 GB of a card of 150."""
+def test_the_peak_does_not_count_memory_that_a_sleeping_sampler_has_freed(engine, monkeypatch):
+    """torch still counts it as allocated: an update was reported to use 146 of 150 GB."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 90)
     peaks = [clock.peak()]
     for change in (engine.sleep, lambda: engine.load_weights(WEIGHTS), engine.sleep, engine.close):
         change()
         peaks.append(clock.peak())
-    asleep = 90 - FakeLLM.GIVEN_BACK
-    assert peaks == [90, asleep, 90, asleep, 90]
+    peak_asleep = 90 - FakeLLM.FREED_BYTES
+    assert peaks == [90, peak_asleep, 90, peak_asleep, 90]
 
 
-def test_nothing_is_sampled_between_sleep_and_all_of_the_new_weights(engine, monkeypatch):
-    """vLLM would answer noise, without an error."""
+def test_requests_are_refused_from_sleep_until_all_new_weights_are_loaded(engine, monkeypatch):
+    """vLLM would sample noise without an error."""
     engine.sleep()
-    for fails in (("wake_up", "weights"), ("reload_weights", "b"), ("wake_up", "kv_cache")):
-        monkeypatch.setattr(FakeLLM, "fails", fails)
+    for call in (("wake_up", "weights"), ("reload_weights", "b"), ("wake_up", "kv_cache")):
+        monkeypatch.setattr(FakeLLM, "failing_call", call)
         with pytest.raises(EngineError, match="out of memory"):
             engine.load_weights(iter(WEIGHTS))
         with pytest.raises(EngineError, match="vLLM has no weights"):
             engine.submit("a", [1, 2], SETTINGS)
-    monkeypatch.setattr(FakeLLM, "fails", ())
+    monkeypatch.setattr(FakeLLM, "failing_call", ())
     engine.load_weights(iter(WEIGHTS))
     expected = {"a": Generation("a", [7, 8], [-0.5, -0.25], "stop")}
     assert run(engine, a=([1, 2], SETTINGS)) == expected
 
 
-def test_as_many_trajectories_may_be_open_as_the_cache_holds_and_no_fewer_than_run(engine):
-    assert engine.max_open == 80  # of FakeLLM's cache: 80.9 of the longest
+def test_max_open_is_the_capacity_of_the_cache_but_at_least_max_num_seqs(engine):
+    assert engine.max_open == 80  # FakeLLM's cache holds 80.9 full-length trajectories
     assert VLLMEngine("nowhere", 512, max_num_seqs=128).max_open == 128
