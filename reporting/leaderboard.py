@@ -112,11 +112,9 @@ def differences(benchmark: Benchmark) -> list[str]:
         counts = {
             name: (_num_tasks(row), PAPER[env].row(name)[0]) for name, row in _rows(env, summary)
         }
-        other_counts = [
-            f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper
-        ]
-        if other_counts:
-            lines.append(f"{env}: other tasks than the paper's test ({', '.join(other_counts)})")
+        differing = [f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper]
+        if differing:
+            lines.append(f"{env}: other tasks than the paper's test ({', '.join(differing)})")
         if rounds != PAPER[env].max_rounds:
             lines.append(f"{env}: up to {rounds} turns, in the paper {PAPER[env].max_rounds}")
     return lines

@@ -101,14 +101,11 @@ def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarr
 def _interval_of_few(x: np.ndarray, bounds: tuple[float, float]) -> tuple[float, float] | None:
     """The interval if all but one to four items have the value of one bound, otherwise None. It
     rarely applies to differences (-1 to 1): most of them are 0, which is not a bound."""
-    for bound, opposite_bound in (bounds, bounds[::-1]):
+    for bound, opposite in (bounds, bounds[::-1]):
         outliers = x[x != bound]
         if 0 < len(outliers) < min(FEW, len(x) / 2):
             low, high = binomial_interval(len(outliers), len(x))
-            ends = (
-                bound + low * (outliers.mean() - bound),
-                bound + high * (opposite_bound - bound),
-            )
+            ends = bound + low * (outliers.mean() - bound), bound + high * (opposite - bound)
             return min(ends), max(ends)
     return None
 
@@ -198,12 +195,8 @@ def _is_lost(trajectory: Trajectory) -> bool:
 
 def _pass_estimate(items: Sequence[Item], k: int, seed: int) -> Estimate:
     """pass@k over the tasks that have at least k valid samples."""
-    chances = [
-        pass_at_k(len(item.successes), sum(item.successes), k)
-        for item in items
-        if len(item.successes) >= k
-    ]
-    return bootstrap(chances, seed)
+    tasks = [item.successes for item in items if len(item.successes) >= k]
+    return bootstrap([pass_at_k(len(successes), sum(successes), k) for successes in tasks], seed)
 
 
 def _row(items: Sequence[Item], samples: int, seed: int) -> dict[str, Any]:
@@ -241,11 +234,11 @@ def summarize(
         `items` {task_id: counts}, `stop_reasons`, `lost`.
     """
     items = _items(trajectories)
-    all_items = list(items.values())
-    num_envs = Counter(subtask for _, subtask in {(item.env, item.subtask) for item in all_items})
+    tasks = list(items.values())
+    num_envs = Counter(subtask for _, subtask in {(item.env, item.subtask) for item in tasks})
     by_env: dict[str, list[Item]] = defaultdict(list)
     by_subtask: dict[str, list[Item]] = defaultdict(list)
-    for item in all_items:
+    for item in tasks:
         by_env[item.env].append(item)
         is_unique = num_envs[item.subtask] == 1
         by_subtask[item.subtask if is_unique else f"{item.env}: {item.subtask}"].append(item)
@@ -254,12 +247,10 @@ def summarize(
         "step": step,
         "samples": samples,
         "max_rounds": sorted(max_rounds),
-        "overall": _row(all_items, samples, seed),
+        "overall": _row(tasks, samples, seed),
         "worlds": {name: _row(env_items, samples, seed) for name, env_items in by_env.items()},
         "subtasks": {name: _row(by_subtask[name], samples, seed) for name in sorted(by_subtask)},
-        "pass_curve": [
-            {"k": k} | _pass_estimate(all_items, k, seed) for k in range(1, samples + 1)
-        ],
+        "pass_curve": [{"k": k} | _pass_estimate(tasks, k, seed) for k in range(1, samples + 1)],
         "rounds_curve": [
             {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples, seed)
             for n in sorted(max_rounds)
