@@ -388,8 +388,8 @@ class Address:
 
     url: str
     clients: set[EnvClient] = field(default_factory=set)  # not closed; some are still opening
-    rest_s: float = 0.0  # length of the current pause after a failure; 0: the server works
-    rests_until: float = 0.0  # time.monotonic() at which the pause ends
+    pause_s: float = 0.0  # length of the current pause after a failure; 0: the server works
+    paused_until: float = 0.0  # time.monotonic() at which the pause ends
     prober: EnvClient | None = None  # the one client that tests the server after a pause
     last_error: EnvError | None = None
     has_worked: bool = False
@@ -454,7 +454,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
                 raise EnvError(f"{problem}: see --env-addr", address.url)
             with self._changed:
                 address.has_worked, address.last_error, address.prober = True, None, None
-                address.rest_s = address.rests_until = 0.0
+                address.pause_s = address.paused_until = 0.0
                 self._changed.notify_all()
             return client
 
@@ -487,11 +487,11 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         with self._changed:
             now, address.last_error = time.monotonic(), error
             if isinstance(error, TooManySessions):
-                address.rests_until = max(address.rests_until, now + BACK_OFF_S)
-            elif is_down and now >= address.rests_until:  # many clients report the same crash
-                max_rest_s = max(self.dead_wait_s / 2, self.back_off_s)
-                address.rest_s = min(2 * address.rest_s or self.back_off_s, max_rest_s)
-                address.rests_until = now + address.rest_s
+                address.paused_until = max(address.paused_until, now + BACK_OFF_S)
+            elif is_down and now >= address.paused_until:  # many clients report the same crash
+                max_pause_s = max(self.dead_wait_s / 2, self.back_off_s)
+                address.pause_s = min(2 * address.pause_s or self.back_off_s, max_pause_s)
+                address.paused_until = now + address.pause_s
 
     def release(self, client: "_PooledClient") -> None:
         with self._changed:
@@ -506,22 +506,23 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             while True:
                 now = time.monotonic()
                 free = [a for a in self.addresses if a.prober is None]
-                usable = [a for a in free if now >= a.rests_until]
+                usable = [a for a in free if now >= a.paused_until]
                 if usable and not self._is_closed:
                     address = min(usable, key=lambda a: (a.url in avoid, len(a.clients)))
                     client = _PooledClient(self, address)
                     address.clients.add(client)
-                    if address.rest_s:
+                    if address.pause_s:
                         address.prober = client
                     return client
                 error, max_wait_s = self._unusable_error()
                 if now >= start + max_wait_s:
                     raise error
-                wake_times = [start + max_wait_s, *(a.rests_until for a in free)]
+                wake_times = [start + max_wait_s, *(a.paused_until for a in free)]
                 self._changed.wait(min(wake_times) - now)
 
     def _unusable_error(self) -> tuple[EnvError, float]:
-        """Why no address can be used, and the seconds to wait before raising this error."""
+        """An error that says why no address can be used, and the seconds to wait before raising
+        it."""
         urls, errors = ", ".join(self.urls), [address.last_error for address in self.addresses]
         if self._is_closed:
             return AllServersDown("the pool is closed", urls), 0.0
@@ -547,8 +548,8 @@ class _PooledClient(EnvClient):
         self.pool.note_failure(self.address, error)
 
     def close(self) -> bool:
-        is_resting = time.monotonic() < self.address.rests_until
-        if is_resting and isinstance(self.address.last_error, EnvTimeout):
+        is_paused = time.monotonic() < self.address.paused_until
+        if is_paused and isinstance(self.address.last_error, EnvTimeout):
             self._session_id = None  # do not send /close to a hung server: another time-out
         try:
             return super().close()

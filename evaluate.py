@@ -115,10 +115,10 @@ class EvalConfig:
     samples: int = 1
     """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
     max_rounds: tuple[int, ...] = ()
-    """maximum number of turns; several values give success as a function of turns, from episodes of
-    the largest (turns; default: the environment's; paper: 20 in babyai, 30 in the others)"""
+    """maximum number of turns; several values: also the success rate within fewer turns, from the
+    same episodes (turns; default: the environment's; paper: 20 in babyai, 30 in the others)"""
     temperature: float = 1.0
-    """sampling temperature, 0 takes the most probable token (paper: 1.0)"""
+    """sampling temperature; 0: always the most probable token (paper: 1.0)"""
     seed: int = 0
     """seed of environments, sampling and bootstrap"""
     max_tokens_per_turn: int = 512
@@ -127,8 +127,8 @@ class EvalConfig:
     """maximum length of an episode with its prompt (tokens; paper: 10752 for textcraft); ignored
     with --api-base"""
     env_addr: tuple[str, ...] = ()
-    """addresses of running environment servers (URLs; default: start one on this machine; local:
-    use no server, play in this process)"""
+    """addresses of running environment servers (URLs; default: start one on this machine; `local`:
+    play in this process, without a server)"""
     prompt: str | None = None
     """file with a prompt to use instead of the environment's: JSON [{"role", "content"}, ...], or a
     text that replaces the environment's instruction"""
@@ -168,7 +168,7 @@ class EvalConfig:
         has_results = (out / "benchmark.json").exists()
         is_taken = c.out and out.exists() and (not out.is_dir() or any(out.iterdir()))
         problems = {
-            f"--compare takes two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
+            f"--compare needs two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
             f"--seed {c.seed} must be 0 or more": c.seed < 0,
             f"--temperature {c.temperature} must not be < 0": not 0 <= c.temperature < math.inf,
             "--temperature 0 makes all samples of a task equal; use --samples 1": (
@@ -234,7 +234,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     """The options with which a run evaluates its policy.
 
     Args:
-        named_options: options of the command line; the run's options that contradict them are
+        named_options: options on the command line; options of the run that contradict them are
             left out.
         env: the environment to evaluate, if the run plays several.
     Raises: Misuse if there is no run, it has no checkpoint, or --env is missing.

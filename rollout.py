@@ -11,10 +11,10 @@ to the engine as soon as it arrives, and the engine decodes all the prompts that
 A trajectory that reaches `max_trajectory_tokens` stops with `length`, and the action that the limit
 cut is not played. So every reward belongs to tokens that training sees.
 
-The policy's own mistakes (an action that is wrong, too long or cannot be parsed) earn 0, and the
-policy learns from them. Failures outside its control (a server dies, a time-out) are retried. If
-the retry fails too, the trajectory is marked `env_error`, left out of the loss and of its group's
-baseline, and counted.
+The policy's own mistakes (an action that is wrong, too long or unparsable) earn 0, and the policy
+learns from them. Failures outside its control (a server dies, a time-out) are retried. If the retry
+fails too, the trajectory is marked `env_error`, left out of the loss and of its group's baseline,
+and counted.
 
 The last section chooses the tasks of a step, as a pure function of the step.
 
@@ -155,7 +155,7 @@ def collect(
                 request_id = episode.handler.trajectory_id
                 generating[request_id] = episode
                 engine.submit(request_id, episode.handler.next_prompt(), sampling)
-            # 2. Decode a little. Every finished turn goes to its environment at once.
+            # 2. Decode a little. Every finished turn goes to its environment immediately.
             for generation in engine.poll():
                 episode = generating.pop(generation.request_id)
                 log.generated_tokens += len(generation.token_ids)
@@ -296,7 +296,7 @@ class _Episode:
         self.client: EnvClient | None = None
         self.crash: BaseException | None = None
         self.restarts_left, self.must_restart = 1, False
-        self.failed: set[str] = set()  # servers that have lost a session of this episode
+        self.failed_urls: set[str] = set()  # servers that have lost a session of this episode
         self.submitted_at = 0.0
         self.handler = self._new_handler()
 
@@ -306,14 +306,14 @@ class _Episode:
 
     def reset(self) -> None:
         """Open a session on a healthy server and reset it, in up to NUM_RESETS attempts. Servers
-        that failed this episode come last. Full servers cost no attempt while sessions of ours are
-        open, whose end would make room."""
+        that failed this episode come last. If all servers are full while we have sessions open, the
+        attempt does not count, because one of those sessions will end and make room."""
         self.handler, self.must_restart = self._new_handler(), False
         attempts_left = NUM_RESETS
         while attempts_left and not self.stopping.is_set():
             attempts_left -= 1
             try:
-                self.client = self.pool.client(avoid=self.failed)
+                self.client = self.pool.client(avoid=self.failed_urls)
                 index, seed = self.request.task.task_index, self.request.seed
                 observation = self.client.reset(index, seed=seed)
                 self.handler.start(self.chat, self.client.prompt, observation)
@@ -385,7 +385,7 @@ class _Episode:
     def give_up_session(self) -> None:
         """Close a session that failed and prefer other servers for the next one."""
         if self.client is not None:
-            self.failed.add(self.client.base_url)
+            self.failed_urls.add(self.client.base_url)
         self.close()
 
     def close(self) -> None:

@@ -288,7 +288,7 @@ def test_a_request_to_a_full_server_is_repeated(server, client):
 def test_only_one_client_tests_a_server_that_hangs(server, server_2):
     with pool_over(server, server_2, timeout_s=2.0, back_off_s=0.05, dead_wait_s=1.0) as pool:
         address = next(a for a in pool.addresses if a.url == server.url)
-        address.rest_s, server.script["/create"] = 0.05, [(200, "hang")] * 9
+        address.pause_s, server.script["/create"] = 0.05, [(200, "hang")] * 9
         with ThreadPoolExecutor(4) as threads:
             futures = [threads.submit(pool.client) for _ in range(5)]
             assert {future.result().base_url for future in futures} == {server_2.url}
@@ -399,7 +399,7 @@ def test_closing_a_client_during_a_step_does_not_count_as_a_failure_of_its_serve
             time.sleep(0.02)
         assert busy_client.close() is True
         assert isinstance(step.exception(timeout=5), EnvConnectionError)
-        assert pool.addresses[0].rest_s == 0
+        assert pool.addresses[0].pause_s == 0
         assert idle_client.close() is True
 
 
@@ -420,8 +420,8 @@ def test_a_crash_counts_once_and_an_address_that_never_worked_is_not_waited_for(
         for _ in range(5):
             futures = [threads.submit(pool.client) for _ in range(16)]
             assert {type(f.exception(timeout=10)) for f in futures} == {AllServersDown}
-            pauses.append(address.rests_until - clock.now)
-            clock.now = address.rests_until
+            pauses.append(address.paused_until - clock.now)
+            clock.now = address.paused_until
     assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
