@@ -52,7 +52,7 @@ function siblings(route, answer) {
   const items = answer.group.map((row) => {
     const isCurrent = row.line === answer.row.line;
     const turn = answer.parts_at[row.line];
-    const difference = isCurrent ? "this one" : turn ? `differs from turn ${turn}` : "the same actions";
+    const difference = isCurrent ? "this one" : turn ? `differs at turn ${turn}` : "the same actions";
     const href = trajectoryHref(route.source, route.file, row.line, turn ?? 1);
     const content = [el("strong", {}, number(row.return)), el("span", {}, `${outcome(row)}, ${difference}`)];
     const current = isCurrent ? "true" : null;

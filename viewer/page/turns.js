@@ -9,7 +9,7 @@ function block(kind, label, content) {
 }
 
 function modelText(turn) {
-  if (turn.action === null) return block("action", "said", foreign(turn.action_text, "p"));
+  if (turn.action === null) return block("action", "model", foreign(turn.action_text, "p"));
   const thought = turn.thought ? block("thought", "thought", foreign(turn.thought, "p")) : null;
   return [thought, block("action", "action", foreign(turn.action, "p"))];
 }
@@ -56,7 +56,7 @@ export function turnCard(turn, number, before, heading, withTokens = false) {
         );
   const action =
     withTokens && turn.action_tokens
-      ? block("action", "said", tokenView(`Tokens of turn ${number}`, turn.action_tokens))
+      ? block("action", "model", tokenView(`Tokens of turn ${number}`, turn.action_tokens))
       : modelText(turn);
   return el("li", { class: "turn" }, el("div", { class: "turn-head" }, heading, meta(turn)), observation, action);
 }
