@@ -459,7 +459,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             return client
 
     def for_env(self, env: str) -> "EnvPool":
-        """This pool, whatever the name; EnvPools chooses one."""
+        """Always this pool; EnvPools chooses by name."""
         return self
 
     def is_in_use(self) -> bool:

@@ -394,8 +394,11 @@ def measure(
     print(f"{title}, results in {out}", flush=True)
     if count := num_trained_on(config, tasks):
         fields["trained_on"] = count
-        print(f"note: {config.run} trains on {count} of these; held out: --split test", flush=True)
-    ended: list[Trajectory] = []
+        note = (
+            f"note: {config.run} trains on {count} of these tasks; --split test has held-out ones"
+        )
+        print(note, flush=True)
+    trajectories: list[Trajectory] = []
     exit_code, problem = 0, None
     with (
         open(out / "trajectories.jsonl", "w", encoding="utf-8") as log,
@@ -403,7 +406,7 @@ def measure(
     ):
 
         def progress(trajectory: Trajectory) -> None:
-            ended.append(trajectory)
+            trajectories.append(trajectory)
             log.write(trajectory.to_json())
             log.flush()
             tick(trajectory)
@@ -412,15 +415,15 @@ def measure(
             play(pool, requests, settings, progress)
         except KeyboardInterrupt:
             exit_code = 130
-            problem = f"stopped; {len(ended)} of {len(requests)} episodes had ended"
-        except Exception as error:  # whatever failed, save the hours of play before it
+            problem = f"stopped; {len(trajectories)} of {len(requests)} episodes had ended"
+        except Exception as error:  # save the hours of play before any failure
             is_expected = isinstance(error, EngineError | EnvError | TooManyEnvFailures)
             exit_code, problem = 1, f"{'' if is_expected else f'{type(error).__name__}: '}{error}"
         os.fsync(log.fileno())
     # Sort, so that the bootstrap draws the same tasks for the same episodes.
-    ended.sort(key=lambda trajectory: trajectory.trajectory_id)
+    trajectories.sort(key=lambda trajectory: trajectory.trajectory_id)
     summary = fields | {"complete": problem is None}
-    summary |= summarize(ended, config.samples, fields["max_rounds"], seed=config.seed)
+    summary |= summarize(trajectories, config.samples, fields["max_rounds"], seed=config.seed)
     write_json(out / "eval.json", summary)
     plot_evaluation(summary, out / "curves.png")
     return summary, exit_code, problem

@@ -528,8 +528,8 @@ def all_samples(
 
 
 def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> list[RolloutRequest]:
-    """The requests of process `rank`: whole groups, every `ranks`-th of each environment. This way
-    the processes share the work of a slow environment.
+    """The requests of process `rank`: every `ranks`-th group of each environment. This way the
+    processes share the work of a slow environment.
 
     >>> tasks = [Task(f"t{n}", n, "", env) for n, env in enumerate(["quick", "slow"] * 2)]
     >>> requests = draw_requests(1, tasks, 4, 1, 0, 1, {"quick": 3, "slow": 3})

@@ -387,21 +387,23 @@ def stop_when(condition, error):
 @pytest.mark.parametrize("error", [EngineError("out of memory"), KeyboardInterrupt()])
 def test_an_engine_error_or_ctrl_c_saves_ended_trajectories_and_closes_every_session(chat, error):
     """The engine fails when task 0 has ended and tasks 1 and 2 are being sampled."""
-    ended = []
+    handlers = []
     pool = FakePool(lambda *_: observe("home", 1.0, terminated=True))
     engine = ScriptedEngine(
         saying("open door<e>"),
         is_ready=lambda request_id: "t0000" in request_id,
-        on_poll=stop_when(lambda: len(ended) == 1 and pool.num_opened == 3, error),
+        on_poll=stop_when(lambda: len(handlers) == 1 and pool.num_opened == 3, error),
     )
     with pytest.raises(type(error)):
-        collect(engine, pool, chat, requests_of(3), settings_of(), RolloutLog(trajectories=ended))
+        collect(
+            engine, pool, chat, requests_of(3), settings_of(), RolloutLog(trajectories=handlers)
+        )
     reasons = {"fake_0": "success"}
     if isinstance(error, EngineError):
         reasons |= {"fake_1": "engine_error", "fake_2": "engine_error"}
-        assert {h.error for h in ended[1:]} == {"out of memory"}
-    assert {h.task_id: h.stop_reason for h in ended} == reasons
-    assert [h.is_valid for h in ended] == [True] + [False] * (len(ended) - 1)
+        assert {h.error for h in handlers[1:]} == {"out of memory"}
+    assert {h.task_id: h.stop_reason for h in handlers} == reasons
+    assert [h.is_valid for h in handlers] == [True] + [False] * (len(handlers) - 1)
     assert engine.aborted and engine.num_running == 0
     wait_for_threads()
     assert not pool.open

@@ -61,9 +61,9 @@ def test_ctrl_c_during_a_rollout_saves_and_prints_a_command_that_resumes_the_run
         assert read_metrics(run_dir) == []
 
         command = shlex.split(out.splitlines()[-1])
-        resumed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resumed after step 0" in resumed.stdout
+        second_run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert second_run.returncode == 0, second_run.stdout + second_run.stderr
+    assert "resumed after step 0" in second_run.stdout
     assert [line["step"] for line in read_metrics(run_dir)] == [1]
     assert checkpoint.steps_saved(run_dir) == [0, 1]
 
