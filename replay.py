@@ -4,7 +4,7 @@
                                                           └──> viewer/export.py ──> one .html file
                                                           └──> --text ────────────> the terminal
 
-The program only reads. It can show a run that is still training, and updates the page as the run
+It never changes a run. It can show a run that is still training, and updates the page as the run
 grows. Only this machine can open the page, and the page loads nothing from other machines. To look
 at it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST`.
 
@@ -57,7 +57,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", action="store_true", help="print to the terminal instead")
     parser.add_argument("--trajectory", metavar="ID", help="with --text: print one, turn by turn")
     parser.add_argument("--failures", action="store_true", help="with --text: list only failures")
-    parser.add_argument("--file", metavar="NAME", help="with --text: step_000003 (default: newest)")
+    parser.add_argument("--file", metavar="NAME", help="with --text: this file (default: newest)")
     parser.add_argument("--api-base", help="chat server of a model that can act in live play")
     parser.add_argument("--api-model", help="name of the model at that server")
     parser.add_argument("--api-key-env", help="environment variable that holds the server's key")

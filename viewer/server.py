@@ -4,7 +4,7 @@
     GET  /api/sources                 all sources and their files
     GET  /api/version                 a number that changes when there is something new to show
     GET  /api/overview/S              curves, evaluations, alarms of source S
-    GET  /api/{list,groups}/S/FILE    the heads of all trajectories, alone or by group
+    GET  /api/{list,groups}/S/FILE    the heads of all trajectories, as a list or by group
     GET  /api/wrong/S/FILE            a summary of the failures
     GET  /api/trajectory/S/FILE/LINE  one trajectory
     GET  /api/search/S?text=          lines of JSON: hits and progress
