@@ -394,10 +394,8 @@ def measure(
     print(f"{title}, results in {out}", flush=True)
     if count := num_trained_on(config, tasks):
         fields["trained_on"] = count
-        note = (
-            f"note: {config.run} trains on {count} of these tasks; --split test has held-out ones"
-        )
-        print(note, flush=True)
+        note = f"{config.run} trains on {count} of these; for held-out tasks use --split test"
+        print(f"note: {note}", flush=True)
     trajectories: list[Trajectory] = []
     exit_code, problem = 0, None
     with (
