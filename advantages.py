@@ -9,27 +9,27 @@ it unchanged. An *estimator* computes these numbers. It subtracts a baseline fro
     rloo                 mean return of the *other* samples  RLOO         arXiv 2402.14740
     reinforce_plus_plus  mean over the whole batch           REINFORCE++  arXiv 2501.03262
 
-A multi-turn trajectory alternates between tokens of the policy and of the environment:
+In a multi-turn trajectory, tokens of the policy and of the environment alternate:
 
     tokens     | prompt | action 1 | observation 1 | action 2 | observation 2 | padding |
     loss_mask  | 0 0 0  | 1 1 1    | 0 0 0 0       | 1 1      | 0 0 0         | 0 0     |
     rewards    |        |     r₁   |               |    r₂    |               |         |
 
-(1) Only policy tokens count as time steps. The recursions go from the last token of action 1
-straight to the first token of action 2; observations are not discounted and have no value.
+(1) Only policy tokens count as time steps. After the last token of action 1, the next time step is
+the first token of action 2; observation tokens have no value and add no discount.
 (2) The reward of a turn is placed on its last policy token (`token_rewards_of`). The estimators
-raise an error if they find a reward on any other kind of token.
+raise an error if they find a reward on a token that the policy did not write.
 
-If max_rounds or the token budget cuts an episode, the episode counts as over: the limit is part of
+An episode that is cut by max_rounds or the token budget counts as finished: the limit is part of
 the task, so nothing is bootstrapped after the last token. A row without policy tokens gets zeros
-and is left out of all statistics. A group of one has no baseline, which is an error.
+and is left out of all statistics. A group of one has no baseline and raises an error.
 
 Shapes: B trajectories (rows), T tokens, right- or left-padded; values[b, t] is V of the state
 before token t. Sums are computed in float64 and returned in float32. All statistics are over the
-full batch, so with several processes each must hold all rows.
+full batch, so with several processes, each process must hold all rows.
 
-Run it: tutorials/02_advantages.md computes one small batch step by step. docs/differences.md says
-how the published system differs. Read next: losses.py, which uses the advantages.
+Run it: tutorials/02_advantages.md computes one small batch step by step. docs/differences.md
+explains how the published system differs. Read next: losses.py, which uses the advantages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def token_rewards_of(
 
     Args:
         turns_rewards: one reward per turn; they add up to the return.
-        action_spans: one [start, end) per turn, positions in the trajectory.
+        action_spans: one [start, end) per turn, token positions in the trajectory.
         loss_mask: T zeros and ones. An end-of-turn token that we appended has mask 0 and never
             gets the reward.
     Returns:
@@ -84,21 +84,21 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16), for PPO with a critic.
 
-    t⁺ is the next policy token after t; after the last one V = Â = 0:
+    Here t⁺ is the next policy token after t. After the last policy token, V and Â are 0:
 
         δₜ = rₜ + γ V(t⁺) − V(t)
         Âₜ = δₜ + γλ Â(t⁺)
-        Rₜ = Âₜ + V(t)                    the critic's target, from Â before whitening
+        Rₜ = Âₜ + V(t)                    the critic's target, computed before whitening
 
     λ = 1 gives return minus V: no bias, but the most variance. λ = 0 relies on the critic's value
     of the next token: little variance, but the critic's errors become bias.
 
     Args:
         token_rewards: (B, T) float; each turn's reward on its last policy token.
-        values: (B, T) float; V of the state before each token, read on policy tokens only.
+        values: (B, T) float; V of the state before each token, used on policy tokens only.
         loss_mask: (B, T) of 0 and 1.
-        gamma: discount per policy token, not per turn: 0.99 shrinks a reward to 37 % over a turn
-            of 100 tokens.
+        gamma: discount per policy token, not per turn: over a turn of 100 tokens, 0.99 shrinks
+            a reward to 37 %.
         lam: λ.
         whiten: shift and scale Â over the batch to mean 0 and standard deviation 1.
     Returns:
@@ -155,13 +155,13 @@ def grpo(
         token_rewards, loss_mask: (B, T), as for `gae`.
         group_ids: (B,) int64, the task of each row; groups can differ in size.
         epsilon: ε.
-        scale_by_std: False leaves out the division (Dr. GRPO, arXiv 2503.20783). The division
+        scale_by_std: False skips the division by std (Dr. GRPO, arXiv 2503.20783). The division
             gives more weight to tasks that are nearly always solved or nearly always failed.
     Returns:
         advantages, returns: (B, T) float32, 0 where loss_mask is 0; returns hold Rᵢ.
     Raises:
-        ValueError: as `gae`; or group_ids is not (B,) of integers; or a group has only one member
-            (rows without policy tokens are not members).
+        ValueError: as for `gae`; also if group_ids is not a (B,) tensor of integers, or if a group
+            has only one member (rows without policy tokens are not members).
     """
     mask = _check(token_rewards, loss_mask)
     same_group = _same_group(group_ids, mask)  # (B, B)
@@ -184,7 +184,7 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
     The baseline of a trajectory does not contain its own return, so the gradient is unbiased. The
     result is n/(n−1) times that of grpo with scale_by_std=False.
 
-    Args, Returns, Raises: as `grpo`.
+    Args, Returns, Raises: as for `grpo`.
     """
     mask = _check(token_rewards, loss_mask)
     siblings = _same_group(group_ids, mask).fill_diagonal_(0.0)  # (B, B)  j ∈ G, j ≠ i
@@ -205,9 +205,9 @@ def reinforce_plus_plus(
         Âₜ = (Rₜ − mean R) / std R    over all policy tokens of the batch
 
     It needs neither a critic nor groups, but it compares easy tasks with hard ones. The paper's
-    KL penalty per token is part of token_rewards (`losses.kl_penalized_rewards`).
+    per-token KL penalty is part of token_rewards (`losses.kl_penalized_rewards`).
 
-    Args, Returns, Raises: as `gae`; returns hold Rₜ.
+    Args, Returns, Raises: as for `gae`; returns hold Rₜ.
     """
     mask = _check(token_rewards, loss_mask)
     rewards = token_rewards.double()
@@ -242,9 +242,9 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
-    """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206), so one with a
-    wide range of returns does not dominate the others. This also shifts the mean, as in the paper:
-    if long trajectories fail, some advantages below the group baseline become positive.
+    """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206), so that none
+    dominates the others because of its wide range of returns. This also shifts the mean, as in the
+    paper: if long trajectories fail, some advantages below the group baseline become positive.
 
     Args:
         envs: B names, the environment of each row.
@@ -261,7 +261,7 @@ def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
 
 
 def _whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """`whiten` in float64 with a boolean mask; `gae` has an argument named whiten."""
+    """`whiten` in float64 with a boolean mask; `gae` has an argument named `whiten`."""
     policy = x[mask]  # (N,)
     if policy.numel() < 2 or policy.min() == policy.max():
         return torch.zeros_like(x)
@@ -305,19 +305,19 @@ def _on_policy_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check(token_rewards: Tensor, loss_mask: Tensor, **tensors: Tensor) -> Tensor:
-    """Reject inputs that would silently train on nothing or on NaN; loss_mask as bool (B, T)."""
+    """Reject inputs that would silently train on nothing or on NaN; returns loss_mask as bool."""
     for name, tensor in {"loss_mask": loss_mask, **tensors}.items():
         if token_rewards.ndim != 2 or tensor.shape != token_rewards.shape:
             raise ValueError(
                 f"token_rewards is {tuple(token_rewards.shape)} and {name} is "
-                f"{tuple(tensor.shape)}; both must be the same (trajectories, tokens)"
+                f"{tuple(tensor.shape)}; both must have the same shape (trajectories, tokens)"
             )
     if not ((loss_mask == 0) | (loss_mask == 1)).all():
         raise ValueError("loss_mask must hold only 0 and 1: 1 on tokens that the policy sampled")
     mask = loss_mask.bool()
-    not_finite = "it must be finite: leave out a trajectory whose environment failed"
+    not_finite = "rewards must be finite: leave out trajectories whose environment failed"
     misplaced = (
-        "but loss_mask is 0 there, so no policy token would learn from it: put each turn's reward "
+        "loss_mask is 0 there, so no policy token would learn from it: put each turn's reward "
         "on its last policy token (token_rewards_of)"
     )
     for is_bad, problem in (
@@ -327,7 +327,7 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **tensors: Tensor) -> Tenso
         if is_bad.any():
             row, t = is_bad.nonzero()[0].tolist()
             reward = token_rewards[row, t].item()
-            raise ValueError(f"token_rewards[{row}, {t}] is {reward}; {problem}")
+            raise ValueError(f"token_rewards[{row}, {t}] is {reward}, but {problem}")
     return mask
 
 
@@ -335,7 +335,7 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **tensors: Tensor) -> Tenso
 
 
 class Estimator(NamedTuple):
-    """An entry of ESTIMATORS: a function of a batch, and its requirements on a run."""
+    """An entry of ESTIMATORS: a function of a batch, and what a run must provide for it."""
 
     estimate: Callable[[Any, float, float], tuple[Tensor, Tensor]]  # (Batch, gamma, lam)
     needs_group: bool = False  # needs at least two samples per task for its baseline
@@ -343,7 +343,7 @@ class Estimator(NamedTuple):
 
 
 # The choices of --algorithm. To add one, write a function above, add an entry here and add its name
-# in config.py.
+# to config.py.
 ESTIMATORS = {
     "grpo": Estimator(
         lambda b, gamma, lam: grpo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True

@@ -1,13 +1,13 @@
 """Batching turns trajectories into tensors and cuts them into micro-batches that fit into memory.
 
 The trajectories of a step differ several-fold in length. If all were padded to the longest, most of
-the computation would be wasted on padding. So rows are sorted by length and cut into micro-batches
-of at most `max_tokens` tokens, and at most one token in twenty is padding:
+the computation would be wasted on padding. So we sort rows by length and cut them into
+micro-batches of at most `max_tokens` tokens with at most 5 % padding:
 
     lengths 212 208 205 | 130 127 126 122 120 | 61 60 ...        |  ends a micro-batch
 
 Each micro-batch is one forward and one backward pass. The cut does not change the gradient, because
-a loss is a sum over policy tokens divided by a number that is the same for the full mini-batch:
+the loss is a sum over policy tokens divided by N, which is the same for the full mini-batch:
 
     L = Σ_micro Σ_{b,t} mask · ℓ / N      N = policy tokens of the mini-batch, over all processes
 
@@ -29,7 +29,7 @@ import torch
 from advantages import token_rewards_of
 from trajectory import RolloutHandler
 
-MAX_PADDING = 0.05  # of a micro-batch's tokens
+MAX_PADDING = 0.05  # maximum share of padding in a micro-batch
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Batch:
     token_rewards: torch.Tensor  # (B, T) float32, each turn's reward on its last policy token
     lengths: torch.Tensor  # (B,) int64, number of tokens in each row without padding
     group_ids: torch.Tensor  # (B,) int64, the task of each row
-    # (B, T) float32 each; None: not computed, or not needed.
+    # (B, T) float32 each; None if not computed or not needed.
     old_log_probs: torch.Tensor | None = None  # of the policy before the step's first update
     ref_log_probs: torch.Tensor | None = None  # of the frozen reference
     values: torch.Tensor | None = None  # of the critic before the step's first update
@@ -124,8 +124,8 @@ def cut_micro_batches(
     """Distribute rows of a mini-batch over micro-batches; each row is in exactly one.
 
     Args:
-        max_tokens: of a micro-batch, with padding; a longer row (or pair) gets a micro-batch alone.
-        share_prefix: each micro-batch is packed into one row, so its rows must have the same start.
+        max_tokens: limit per micro-batch, including padding; a longer row (or pair) gets its own.
+        share_prefix: each micro-batch is packed into one row, so its rows must share an opening.
         num_ranks: make at least this many micro-batches if possible, one for each process.
     """
     if batch.ref_sums is not None:
@@ -146,15 +146,15 @@ def cut_micro_batches(
 
 
 def cut_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `max_tokens` tokens, with padding, of which at most
-    the share MAX_PADDING is padding.
+    """Cut rows into micro-batches of at most `max_tokens` tokens, padding included, in which
+    padding is at most a share of MAX_PADDING.
 
     NOTE: the token limit alone would leave 8 to 29 % padding on real trajectories. The share grows
     with the limit, because a large micro-batch holds both long and short rows.
 
     Returns:
-        Row indices, longest rows first. The first micro-batch is the largest, so a run that lacks
-        memory fails at once and not an hour later.
+        Row indices, longest rows first. The first micro-batch is the largest, so a run with too
+        little memory fails at once and not an hour later.
     """
     cuts: list[list[int]] = []
     tokens = 0  # in the current micro-batch, without padding
@@ -170,14 +170,14 @@ def cut_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def padding_share(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens of all micro-batches that are padding, 0..1."""
+    """Share of padding among the tokens of all micro-batches, 0..1."""
     padded = sum(len(rows) * max(lengths[i] for i in rows) for rows in cuts)
     tokens = sum(lengths[i] for rows in cuts for i in rows)
     return 1 - tokens / padded if padded else 0.0
 
 
 def opening_length(batch: Batch) -> int:
-    """Number of tokens (p) at the start that all rows share and that the policy did not sample."""
+    """Number p of leading tokens that all rows share and that the policy did not sample."""
     width = int(batch.lengths.min())
     is_equal = (batch.input_ids[:, :width] == batch.input_ids[:1, :width]).all(0)
     is_observed = (batch.loss_mask[:, :width] == 0).all(0)
@@ -193,7 +193,7 @@ def _cut_groups(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list
         p = opening_length(batch.rows(members))
         tails = {i: int(batch.lengths[i]) - p for i in members}
         num_cuts = len(_fill(tails, max_tokens - p))
-        # The longest pass sets the peak memory: find the smallest limit that needs no more passes.
+        # The longest pass sets the peak memory, so use the smallest limit with as few passes.
         limits = range(max(max_tokens - p, 0) + 1)
         limit = bisect_left(limits, True, key=lambda n: len(_fill(tails, n)) <= num_cuts)
         cuts += _fill(tails, limit)
@@ -201,7 +201,7 @@ def _cut_groups(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list
 
 
 def _fill(tails: dict[int, int], limit: int) -> list[list[int]]:
-    """Join rows in their order while their tails (row -> tokens after the opening) fit `limit`."""
+    """Join rows in order while their tails (row -> tokens after the opening) fit into `limit`."""
     cuts: list[list[int]] = []
     length = 0
     for row, tokens in tails.items():

@@ -1,12 +1,12 @@
 """The chat template turns messages into token ids. Sampling, training and demonstrations share it.
 
 A tokenizer's template renders a list of messages as one string. Rendering the conversation again
-at every turn would be wrong for training. Sampled ids that are decoded and encoded again can come
-out as different ids, and some templates rewrite earlier messages (Qwen3 removes the thinking). The
-prompt would then differ from the tokens that the policy saw.
+at every turn would be wrong for training: decoding sampled ids and encoding the text again can give
+different ids, and some templates rewrite earlier messages (Qwen3 removes the thinking). The prompt
+of a turn would then differ from the tokens that the policy saw and wrote in earlier turns.
 
-`ChatTemplate` therefore extracts the text between turns once. From then on a trajectory only grows,
-by concatenating three kinds of pieces:
+`ChatTemplate` therefore extracts the text between turns only once. A trajectory then grows by
+appending three kinds of pieces:
 
     opening      start of the conversation | first observation | tail, up to the assistant's turn
     action       the ids that the policy sampled, unchanged
@@ -18,10 +18,10 @@ For ChatML (Qwen, SmolLM2) the pieces are
     sampled ids ... <|im_end|>
     ⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
 
-To find them, the class renders a conversation with markers as contents and cuts it at the markers.
+To find them, the class renders a conversation of markers and cuts the result at the markers.
 
-Text from an environment is untrusted. If a web page contains `<|im_end|>`, it is encoded as plain
-characters and not as the control token, provided that the tokenizer marks this token as special.
+Text from an environment is untrusted. If a web page contains `<|im_end|>`, this text becomes plain
+characters and not the control token, provided that the tokenizer marks the token as special.
 
 Read next: `batching.py`, which turns trajectories into tensors.
 """
@@ -39,7 +39,7 @@ USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦s
 
 
 def is_encodable(text: str) -> bool:
-    """False if the text contains half of a surrogate pair: valid in JSON, not for a tokenizer."""
+    """False if the text contains half of a surrogate pair: JSON allows it, tokenizers reject it."""
     return text.isascii() or text.encode("utf-8", "ignore").decode() == text
 
 
@@ -49,17 +49,17 @@ class ChatTemplate:
     Attributes:
         end_of_turn: id that ends an assistant turn; the policy samples it to stop.
         stop_token_ids: `end_of_turn`, the tokenizer's end-of-sequence id and `more_stops`
-            (models.stop_ids_of). Sampling ends at any of them, and the action text contains none.
+            (models.stop_ids_of). Sampling ends at any of them; the action text excludes it.
 
     Raises:
-        ValueError: the template cannot be cut, because it has no token that ends an assistant turn
-            or because it rewrites contents.
+        ValueError: the template cannot be cut, because it has no end-of-turn token or because it
+            rewrites message contents.
     """
 
     def __init__(self, tokenizer: Any, more_stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        # NOTE: each call sets a switch inside the tokenizer: recognise control tokens or not. With
-        # one shared tokenizer, threads would change it for each other. So plain text has a copy.
+        # NOTE: each call sets a switch inside the tokenizer: recognise control tokens or not.
+        # Threads that share one tokenizer would change it for each other, so plain text has a copy.
         self._plain = copy.deepcopy(tokenizer)
         added_tokens = tokenizer.added_tokens_decoder.values()
         specials = (str(token) for token in added_tokens if token.special)
@@ -113,7 +113,7 @@ class ChatTemplate:
         return self._separator + self.plain(text) + self._tail
 
     def action(self, text: str) -> list[int]:
-        """Ids of an action given as text (a demonstration), with the end-of-turn token."""
+        """Ids of an action given as text (a demonstration), including the end-of-turn token."""
         return [*self.plain(text), self.end_of_turn]
 
     def plain(self, text: str) -> list[int]:

@@ -51,7 +51,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished request: the sampled ids with the stop token, and the log-prob of each."""
+    """A finished request: the sampled ids, including the stop token, and their log-probs."""
 
     request_id: str
     token_ids: list[int]
@@ -62,15 +62,15 @@ class Generation:
 class Engine(Protocol):
     """The interface that the rollout loop needs from a sampler.
 
-    `max_open`: maximum number of unfinished trajectories, also counting those that wait for their
-    environment. The limit keeps their tokens in the cache from turn to turn. None: no limit.
+    `max_open`: maximum number of unfinished trajectories, including those waiting for their
+    environment. The limit keeps their tokens in the cache between turns. None: no limit.
     """
 
     @property
     def max_open(self) -> int | None: ...
     @property
     def num_running(self) -> int:
-        """Number of requests that are submitted and not yet returned by `poll`."""
+        """Number of requests submitted but not yet returned by `poll`."""
 
     def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None: ...
     def poll(self) -> list[Generation]: ...
@@ -84,8 +84,8 @@ class TransformersEngine:
     """Plain Hugging Face decoding: batches of left-padded prompts, one forward pass per token.
 
     `poll` decodes up to `max_batch` waiting requests until they are finished. In deterministic mode
-    the batch size is 1: batching changes the order of floating-point sums, which now and then
-    changes a sampled token.
+    the batch size is 1: batching changes the order of floating-point sums, which sometimes changes
+    a sampled token.
     """
 
     max_open = 64  # there is no cache, but an environment session that idles too long is closed
@@ -116,7 +116,7 @@ class TransformersEngine:
         try:
             return self._decode(batch) if batch else []
         except torch.OutOfMemoryError:
-            raise  # clock.py adds its advice
+            raise  # run/clock.py adds advice
         except RuntimeError as error:
             raise EngineError(f"transformers failed while sampling: {error}") from error
 
@@ -180,7 +180,7 @@ class TransformersEngine:
                 missing.discard(name)
         if missing:
             raise EngineError(
-                f"weights left stale, {len(missing)} not sent, first: {sorted(missing)[0]}"
+                f"the sampler has stale weights: {len(missing)} not sent, first: {min(missing)}"
             )
 
     def sleep(self) -> None:

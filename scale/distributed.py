@@ -1,19 +1,19 @@
-"""Distributed training: split the work over several processes and get the gradient of one.
+"""Distributed training: split the work over several processes and get the same gradient as one.
 
 `accelerate launch` (or torchrun) starts the same `train.py` W times. Each process is a *rank*, and
 the ranks share the work:
 
-    tasks          rank r rolls out every W-th task of the step, with all its samples
-    weights        each holds 1/W of every parameter, gradient and moment (FSDP2: DTensors)
-    micro-batches  each runs forward and backward on its share of a mini-batch
+    tasks          each rank rolls out every W-th task of the step, with all samples of the task
+    weights        each rank holds 1/W of every parameter, gradient and moment (FSDP2: DTensors)
+    micro-batches  each rank runs forward and backward on its share of a mini-batch
 
-Trajectories are gathered after the rollout. From all of them, every rank computes the same metrics,
-advantages, order of mini-batches and denominator N. The gradient g is that of a single process:
+Trajectories are gathered after the rollout, so every rank computes the same metrics, advantages,
+mini-batches and denominator N. The gradient g is the same as that of a single process:
 
     g = Σ_ranks Σ_micro-batches ∇ ℓ / N        FSDP averages over ranks, so we multiply ℓ by W
 
-Gathering a layer's weights is a *collective*: all ranks must call it, and equally often
-(`rank_passes`). If one rank fails, the others must learn this before they wait for it
+Gathering a layer's weights is a *collective*: every rank must call it the same number of times
+(`rank_passes`). If one rank fails, the others must find out before they wait for it
 (`run_on_every_rank`).
 Run: torchrun --nproc-per-node 8 train.py --env textcraft. Read next: `update.py`.
 Lesson: tutorials/06_from_one_process_to_many.md.
@@ -74,8 +74,8 @@ def barrier() -> None:
 def leave() -> None:
     """Close the connections between ranks.
 
-    NOTE: otherwise gloo's threads abort up to one process in three at exit. Sharded models are part
-    of reference cycles that keep the process group alive, so we collect garbage twice.
+    NOTE: otherwise gloo's threads abort up to a third of the processes at exit. Sharded models are
+    part of reference cycles that keep the process group alive, so we collect garbage twice.
     """
     if dist.is_initialized():
         gc.collect()
@@ -154,7 +154,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients to a global norm of at most `max_norm`; returns the norm before."""
+    """Clip the global norm of the gradients to `max_norm`; returns the norm before clipping."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return float(full_tensor(norm))
 
@@ -182,7 +182,8 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
 def rank_passes(cuts: Sequence[T], costs: Sequence[int]) -> list[tuple[T, bool]]:
     """This rank's micro-batches as (rows, counts); every rank gets the same number.
 
-    A rank with one micro-batch fewer repeats the cheapest one, with its loss multiplied by 0.
+    A rank with one micro-batch fewer repeats the cheapest one with `counts` False, which tells the
+    caller to multiply its loss by 0.
     """
     hands = deal(costs, world_size())
     passes = [(cuts[i], True) for i in hands[rank()]]
@@ -215,8 +216,9 @@ def sum_over_ranks(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 def run_on_every_rank(activity: str, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank and return all results, in order of rank.
 
-    `work` must not use collectives. If a rank is interrupted, all raise KeyboardInterrupt. If a
-    rank fails, all raise RankError with its message. With one rank, errors are raised as they are.
+    `work` must not use collectives. If a rank is interrupted, every rank raises KeyboardInterrupt.
+    If a rank fails, every rank raises RankError with its message. With one rank, errors are raised
+    unchanged.
     """
     if world_size() == 1:
         return [work()]
@@ -257,7 +259,7 @@ def run_on_rank_0(activity: str, work: Callable[[], T]) -> T:
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """True if all ranks raise `error`; only rank 0 has to print it then."""
+    """True if all ranks raise `error`, so only rank 0 has to print it."""
     return isinstance(error, RankError) or (error is not None and is_known_to_all(error.__cause__))
 
 
@@ -272,5 +274,5 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """An error with its class, as one line."""
+    """An error as one line that begins with its class."""
     return " ".join(f"{type(error).__name__}: {error}".split())

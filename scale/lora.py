@@ -10,8 +10,8 @@ With P parameters in the model and P_r in the adapters, full training needs 20 P
 weights, gradient, two moments, reference). LoRA needs 4 P + 16 P_r, because the model without its
 adapters is the reference (`adapters_off`). Samplers and checkpoints hold ordinary models, in which
 W' replaces W (`merged_weights`). The output head has no adapter: it is often tied to the embedding,
-and merging would untie them. According to "LoRA Without Regret" (Schulman et al., 2025), rank 1
-learns as well as full training with policy gradients, at about 10 times the learning rate. Run:
+and merging would untie them. According to "LoRA Without Regret" (Schulman et al., 2025), with
+policy gradients rank 1 learns as well as full training, at about 10 times the learning rate. Run:
 `python train.py --lora-rank 16`. Read next: `engines.py`.
 """
 
@@ -39,7 +39,7 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
     """Freeze `lm` and add adapters to all its linear layers except the output head, in place.
 
     Args:
-        lm: a causal LM of transformers; its output does not change yet.
+        lm: a causal LM from transformers; its output does not change before training.
         seed: for A; the global random state is not changed.
     Raises:
         ValueError: there is no linear layer to adapt.
@@ -93,9 +93,9 @@ def merged_weights(lm: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Collective if the model is sharded: every rank must iterate to the end.
 
     Yields:
-        (name, tensor) for all names of the base model, in its order, with the tied output head.
-        Merging is computed in float32 and returned in the dtype of W. A weight without an adapter
-        is yielded without a copy.
+        (name, tensor) for all names of the base model, in its order. The tied output head is
+        included. Weights are merged in float32 and returned in the dtype of W. A weight without an
+        adapter is yielded without a copy.
     """
     layers, state = _adapted_layers(lm), lm.state_dict()
     for name, tensor in state.items():
@@ -136,7 +136,7 @@ def save_adapter(
 
 
 def load_adapter(lm: Any, folder: Path) -> None:
-    """Add the adapters that `save_adapter` wrote to their base model, in place. ValueError if they
+    """Load adapters written by `save_adapter` into their base model, in place. ValueError if they
     belong to another architecture.
     """
     from safetensors.torch import load_file

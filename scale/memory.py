@@ -34,24 +34,24 @@ from scale.default_models import model_config
 Keep = Literal["all", "products", "inputs"]  # tensors that a layer keeps for its backward pass
 
 GIB = 2**30
-GPU_HEAD_BYTES = 512 << 20  # slice of logits in models.py without an entry in models.HEAD_BYTES
+GPU_HEAD_BYTES = 512 << 20  # logits of a slice on devices that are not in models.HEAD_BYTES
 CPU_HEAD_BYTES = 24 << 20  # models.HEAD_BYTES["cpu"]
 BYTES_PER_LOGIT = 24  # bfloat16, float32, / temperature, log-softmax, entropy, and their gradients
 POLICY_SHARE = 0.3  # share of a trajectory's tokens that the policy sampled
 SEQUENCES = 64  # maximum number of sequences that vLLM samples at the same time in this process
 MAX_CPU_CACHE = 2 * GIB  # keys and values
-SMALL_CACHE = GIB // 2  # keys and values that a small model can always have
+SMALL_CACHE = GIB // 2  # keys and values that a small model always gets
 SAMPLER_SHARE = 0.5  # maximum share of a GPU's memory; the sampler sleeps during the update
 MIN_SAMPLER_SHARE = 0.1
 MARGIN = 1.05  # fragmentation of torch's allocator
 CONTEXT = 0.05  # share for CUDA and its graphs (an H200 used 81 GB; the other formulas give 76)
 PROGRAMS = 1.5 * GIB  # Python, torch and vLLM in a CPU process
-# A CPU's heap fragments: in fifteen steps the laptop's run peaked at 9.1 GB (formulas: 5.6 GB).
+# The heap of a CPU process fragments: a laptop run of 15 steps peaked at 9.1 GB (formulas: 5.6).
 CPU_MARGIN = 1.6
-# The formulas are approximate: refuse a run only if it needs this many times the memory.
+# The formulas are approximate: refuse a run only if it needs this many times the available memory.
 TOLERANCE = 1.25
 # (LoRA?, several devices?) -> bytes per token that a layer keeps, as multiples of H and of A·D.
-# Frozen matrices and norms keep no input, but adapters do. FSDP's residual stream is bfloat16.
+# Frozen matrices and norms keep no input; adapters do. FSDP's residual stream is in bfloat16.
 LAYER_FACTORS = {(False, False): (26, 8), (False, True): (16, 8)}
 LAYER_FACTORS |= {(True, False): (18, 10), (True, True): (12, 8)}
 
@@ -116,7 +116,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> Shape | None:
 
 
 def state_bytes(shape: Shape, devices: int = 1, lora_rank: int = 0) -> dict[str, float]:
-    """Bytes per device that stay from step to step (gradients: until the optimizer step)."""
+    """Bytes per device that stay allocated between steps (gradients: until the optimizer step)."""
     p, r = shape.parameters, shape.adapter_parameters(lora_rank)
     parts = {"weights": 4 * (p + r), "gradients": 4 * (r or p), "moments": 8 * (r or p)}
     parts["reference"] = 0 if lora_rank else 4 * p
@@ -183,11 +183,11 @@ def cache_bytes(shape: Shape, tokens: int) -> int:
 
 
 def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str) -> int:
-    """Bytes of keys and values for vLLM on a CPU. `shape` None: unknown.
+    """Bytes of vLLM's cache of keys and values on a CPU; `shape` is None if unknown.
 
-    It gets a quarter of what its sequences could fill, because groups share their openings and most
-    trajectories end early. When the cache is full, some sequences wait. A small model gets more, so
-    it can keep the history of trajectories that wait for their environments.
+    The cache is a quarter of what its sequences could fill, because groups share their openings and
+    most trajectories end early. When the cache is full, some sequences wait. A small model gets
+    more, so it can keep the history of trajectories that wait for their environments.
     """
     if shape is None:
         return MAX_CPU_CACHE
@@ -198,7 +198,7 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
-    """Memory in bytes of the smallest GPU for both trainer (with checkpointing) and sampler."""
+    """Memory in bytes of the smallest GPU that fits trainer (with checkpointing) and sampler."""
     update = MARGIN * update_bytes(shape, tokens, devices, lora_rank)
     sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # at least one sequence
     state = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
@@ -219,12 +219,12 @@ PRODUCTS = {
 
 def keep_for_backward(model: Any, keep: Keep) -> None:
     """Choose the tensors that each layer of a PolicyModel or CriticModel keeps for its backward
-    pass. The gradients are bitwise the same for all choices.
+    pass. All choices give bitwise identical gradients.
 
     all        everything: 31.9 kB per token and layer of SmolLM2-135M
     products   the layer's input and the results of matrix products and attention: 13.9 kB; a CPU
                recomputes the norms, rotations and activations between them at no measurable cost
-    inputs     only the layer's input: 2.3 kB, up to a third more time (--gradient-checkpointing)
+    inputs     only the layer's input: 2.3 kB, at up to a third more time (--gradient-checkpointing)
     """
     if keep == "all":
         return
@@ -258,13 +258,13 @@ class DeviceMemory(NamedTuple):
 
 
 def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
-    """Raise Misuse, with options to change, if a run clearly does not fit into memory. A model of
-    unknown size is accepted."""
+    """Raise Misuse, with advice, if a run clearly does not fit into memory. A model of unknown
+    size is accepted."""
     shape = shape_of(config.model, model_config(config.model) or {})
     memory = memory or device_memory()
     if shape is None or (peak := required_bytes(config, shape, memory)) / TOLERANCE <= memory.total:
         return
-    advice = ["lower --max-tokens-per-micro-batch"]
+    advice = ["a lower --max-tokens-per-micro-batch"]
     advice += [] if config.gradient_checkpointing else ["--gradient-checkpointing"]
     advice += [] if config.lora_rank else ["--lora-rank 16"]
     raise Misuse(
@@ -275,7 +275,7 @@ def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
 
 
 def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
-    """`state_bytes` of a run, which also counts a critic and may need no reference policy."""
+    """`state_bytes` of a run: with a critic if needed, and without a reference if not needed."""
     devices = int(os.environ.get("WORLD_SIZE", 1))
     parts = state_bytes(shape, devices, config.lora_rank)
     if getattr(config, "needs_critic", False):
@@ -311,8 +311,8 @@ def required_bytes(config: RunConfig, shape: Shape, memory: DeviceMemory) -> flo
 def sampler_share(config: RunConfig, memory: DeviceMemory | None = None) -> float:
     """The share of a GPU's memory that vLLM can use next to the trainer, at most half.
 
-    When vLLM wakes after an update, the GPU also holds weights, moments and reference. When the
-    trainer scores samples after a sync (`sync.compare`), it also holds bfloat16 copies of weights.
+    When vLLM wakes after an update, the GPU also holds the trainer's weights, moments and
+    reference, and during `sync.compare` also bfloat16 copies of weights.
     """
     shape = shape_of(config.model, model_config(config.model) or {})
     memory = memory or device_memory()

@@ -1,6 +1,6 @@
-"""Precision: a run computes in bf16 or in fp32; `auto` measures once which is faster here.
+"""Precision: a run computes in bf16 or fp32; `auto` measures once which is faster here.
 
-    bf16    float32 master weights, products under autocast; the sampler's weights in bfloat16
+    bf16    master weights in float32; matrix products and the sampler's weights in bfloat16
     fp32    everything in float32
 
 bfloat16 is much faster on hardware that multiplies matrices in this format (a GPU, AMX). Other
@@ -58,7 +58,7 @@ def choose(option: Literal["auto", "bf16", "fp32"], deterministic: bool = False)
     if torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Precision("bf16", "on a GPU")
-        return Precision("fp32", "this GPU has no bfloat16")  # a T4; vLLM would refuse it too
+        return Precision("fp32", "this GPU has no bfloat16")  # e.g. a T4; vLLM would also refuse
     seconds = _cached_times()
     faster, slower = sorted(FORMATS, key=seconds.__getitem__)
     ratio = seconds[slower] / seconds[faster]
@@ -85,9 +85,9 @@ def _processor() -> str:
 
 
 def time_formats() -> dict[Format, float]:
-    """Processor seconds of a forward and backward pass in each format, the best of a few repeats.
+    """CPU seconds of a forward and backward pass in each format, the best of a few repeats.
 
-    Measured on one thread and in processor time. On a busy machine, threads wait for each other,
+    We measure CPU time on one thread: on a busy machine, several threads would wait for each other,
     and the slower format could win. We time a model instead of one matrix product, because norms,
     conversions and attention also take time.
     """

@@ -1,7 +1,7 @@
 """Prefix sharing: compute the common opening of a group once instead of once per sample.
 
-The G trajectories of a group start with the same tokens, the instructions and the first
-observation. In TextCraft they are about half of a short trajectory. Prefix sharing packs a group
+The G trajectories of a group start with the same tokens: the instructions and the first
+observation. In TextCraft these are about half of a short trajectory. Prefix sharing packs a group
 into one row, in which attention follows a tree:
 
     packed row     P P P P | a a a | b b b b | c c     P: opening; a, b, c: samples after it
@@ -9,9 +9,9 @@ into one row, in which attention follows a tree:
     attention      a sample sees P and its own earlier tokens, but no other sample
     tokens         G · (p + n)  ->  p + G · n          1.7x fewer for p = 120, n = 140, G = 8
 
-The first token of every sample is predicted from the last state of P, which gets the gradients of
+The first token of every sample is predicted from the last state of P, which gets gradients from
 all samples. Log-probs and gradients equal those of the padded batch up to rounding. A dense mask
-would cost L², also for pairs of tokens in different samples; `models.tree_attention` avoids it.
+would cost L², even for pairs of tokens in different samples; `models.tree_attention` avoids this.
 Shapes: B rows, T padded width, L = p + Σ n_b length of the packed row. Read next: `update.py`.
 """
 

@@ -1,18 +1,18 @@
-"""Weight sync: after every update, copy all weights of the trainer to the sampler and check it.
+"""Weight sync: copy all weights from trainer to sampler after every update, and check the result.
 
 The trainer holds float32 master weights, sharded if there are several ranks. Each sampler holds a
-full copy, usually in another type. Weights are sent one at a time, so the trainer never holds a
+full copy, usually in another dtype. Weights are sent one at a time, so the trainer never holds a
 second copy of the model:
 
     for each name:   W_r on rank r  ──all-gather──>  W  ──merge adapters, cast──>  sampler
 
-A sync can fail silently. For example, if the tied output head is not sent under its name, vLLM
+A sync can fail silently. For example, if the tied output head is not sent under its own name, vLLM
 keeps the old head, and sampling continues off-policy. So after every sync we sample a few tokens
 and score them with the trainer:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 
-A run stops if d > --max-sync-error. Read next: `sampling/vllm_engine.py`.
+The run stops if d > --max-sync-error. Read next: `sampling/vllm_engine.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_PROBED = 8  # tokens sampled after each opening
 
 
 def send_weights(policy: Any, engine: Engine, dtype: torch.dtype) -> int:
-    """Send the policy's weights to this rank's sampler; returns the bytes sent. Collective."""
+    """Send the policy's weights to this rank's sampler; returns the number of bytes. Collective."""
     num_bytes = 0
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,9 +69,9 @@ def compare(
     device: Any,
     seed: int = 0,
 ) -> list[float]:
-    """Sample a few tokens after each opening and score them with the trainer: d of every rank.
+    """Sample a few tokens after each opening and score them with the trainer.
 
-    Collective. `openings` are token ids, the same on every rank.
+    Collective. `openings` are token ids, the same on every rank. Returns d of every rank.
     """
     samples = distributed.run_on_every_rank(
         "probing", lambda: _sample(engine, openings, temperature, seed)

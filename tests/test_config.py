@@ -205,7 +205,7 @@ MISUSE = {
     "--env textcraft babyai --env-weights 1": "--env-weights",
     "--env textcraft babyai --env-addr http://a:1": "as in textcraft=http://host",
     # models
-    "--model model": "holds no weights",
+    "--model model": "contains no weights",
     "--warm-start nosuch": "--warm-start nosuch",
     "--model tiny --max-trajectory-tokens 8192": "--max-trajectory-tokens 8193",
     # files and directories

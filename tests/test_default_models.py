@@ -104,9 +104,9 @@ def test_an_error_names_what_is_missing_in_a_folder(tmp_path):
     folder = model_in(tmp_path / "x")
     check_model(str(folder))
     (folder / "model.safetensors").unlink()
-    assert "holds no weights" in refusal(folder)
+    assert "contains no weights" in refusal(folder)
     (folder / "config.json").write_text("{")
-    assert "holds no config.json" in refusal(folder)
+    assert "contains no config.json" in refusal(folder)
     for name in ("", "a/b/c", "http://h/m"):
         assert "neither a folder that exists nor a hub id" in refusal(name)
 

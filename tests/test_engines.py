@@ -162,7 +162,7 @@ def test_missing_and_unknown_weights_are_an_error(plain, lm):
     """Trap 20: otherwise a weight could stay stale without notice."""
     weights = lm.state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(EngineError, match=f"left stale, 1 not sent, first: {name}"):
+    with pytest.raises(EngineError, match=f"has stale weights: 1 not sent, first: {name}"):
         plain.load_weights((n, p) for n, p in weights.items() if n != name)
     with pytest.raises(EngineError, match="weight model.extra is not part"):
         plain.load_weights([*weights.items(), ("model.extra", torch.zeros(1))])
