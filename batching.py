@@ -146,8 +146,8 @@ def cut_micro_batches(
 
 
 def cut_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `max_tokens` tokens, padding included, in which
-    padding is at most a share of MAX_PADDING.
+    """Cut rows into micro-batches of at most `max_tokens` tokens, including padding. In each
+    micro-batch, the share of padding is at most MAX_PADDING.
 
     NOTE: the token limit alone would leave 8 to 29 % padding on real trajectories. The share grows
     with the limit, because a large micro-batch holds both long and short rows.
@@ -193,7 +193,7 @@ def _cut_groups(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list
         p = opening_length(batch.rows(members))
         tails = {i: int(batch.lengths[i]) - p for i in members}
         num_cuts = len(_fill(tails, max_tokens - p))
-        # The longest pass sets the peak memory, so use the smallest limit with as few passes.
+        # The longest pass sets the peak memory, so find the smallest limit without extra passes.
         limits = range(max(max_tokens - p, 0) + 1)
         limit = bisect_left(limits, True, key=lambda n: len(_fill(tails, n)) <= num_cuts)
         cuts += _fill(tails, limit)

@@ -59,7 +59,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, more_stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         # NOTE: each call sets a switch inside the tokenizer: recognise control tokens or not.
-        # Threads that share one tokenizer would change it for each other, so plain text has a copy.
+        # Threads that share a tokenizer would change it for each other, so plain text uses a copy.
         self._plain = copy.deepcopy(tokenizer)
         added_tokens = tokenizer.added_tokens_decoder.values()
         specials = (str(token) for token in added_tokens if token.special)

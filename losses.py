@@ -241,8 +241,8 @@ def kl_estimate(
         k3 = (r − 1) − log r      unbiased, never negative (verl: "low_var_kl"; GRPO, eq. 4)
 
     These properties hold for the *values*. In a loss on fresh samples, only the gradient of each
-    token matters (arXiv 2506.09477): E[∇k1] = 0, so k1 does not penalize at all; E[∇k2] =
-    ∇KL(π ‖ π_ref); E[∇k3] = ∇KL(π_ref ‖ π). So use k1 in the reward, and k2 or k3 in the loss.
+    token matters (arXiv 2506.09477): E[∇k1] = 0, so k1 is no penalty; E[∇k2] = ∇KL(π ‖ π_ref);
+    E[∇k3] = ∇KL(π_ref ‖ π). So use k1 in the reward, and k2 or k3 in the loss.
 
     Args:
         log_probs, ref_log_probs: (B, T), nats; the gradient flows through log_probs.

@@ -38,7 +38,7 @@ from losses import entropy_from_logits
 # the buffer; a larger buffer goes back to the kernel and is allocated page by page at every use.
 HEAD_BYTES = {"cpu": 24 << 20}
 TREE = "tree"  # name of tree_attention among a model's attention implementations
-MAX_GAP = 0.01  # nats between two ways to score a token; in float32 they agree to 1e-5
+MAX_GAP = 0.01  # most nats between two ways to score a token; in float32 they agree to 1e-5
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")  # attention options of some models
 
 

@@ -84,8 +84,8 @@ def optimize(
         seed: determines the order of the mini-batches.
         label: text of the progress line.
     Returns:
-        The metrics of loss_of as means over mini-batches (maxima if the name begins with "max:");
-        `grad_norm` before clipping, a mean over `optimizer_steps`; and `skipped_steps`.
+        The metrics of loss_of, averaged over mini-batches (maxima if the name begins with "max:");
+        `grad_norm` before clipping, averaged over `optimizer_steps`; and `skipped_steps`.
     """
     totals: dict[str, float] = {}
     norms: list[float] = []
