@@ -24,9 +24,15 @@ from update import Learner, update_policy  # noqa: E402
 def make_parser(docstring: str | None, repeats: int) -> argparse.ArgumentParser:
     """The command-line parser of a benchmark. `repeats` is the default of --repeats."""
     parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--out", type=Path, help="result file (default: in runs/benchmarks)")
-    parser.add_argument("--commit", action="store_true", help="write to benchmarks/results")
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help=f"number of repeats (default: {repeats})"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="result file; if not given, it goes to runs/benchmarks"
+    )
+    parser.add_argument(
+        "--commit", action="store_true", help="write the result to benchmarks/results"
+    )
     return parser
 
 
@@ -44,7 +50,7 @@ class Results:
 
 
 def median(values: Iterable[float], digits: int) -> float:
-    """The rounded median over repeats. Take ratios within a repeat: a machine's speed drifts."""
+    """The rounded median over repeats. Take ratios within a repeat, because speed drifts."""
     return round(statistics.median(values), digits)
 
 

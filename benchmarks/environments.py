@@ -1,14 +1,15 @@
-"""Compares the speed of an environment's server with a plain server: steps/s with 16 sessions.
+"""Compare the speed of an environment's server with a plain server: steps/s with 16 sessions.
 
-Both servers play the same tasks with the oracle's actions, one server after the other. The result
-is the median of the ratios. The time of resets is included, because a training run waits for them.
+The servers run one after the other and play the same tasks with the oracle's actions. The result is
+the median ratio of their speeds. The time for resets is included, because a training run waits for
+them, too.
 
-The plain server is a first draft that anyone would write: FastAPI with ordinary functions, which
+The plain server is what anyone would write as a first draft: FastAPI with ordinary functions, which
 run in its pool of 40 threads, and a dict of environments, without limits, eviction or locks. For
 SciWorld it uses the package's class, with one JVM per session and a step that also computes every
 valid action. For the others it uses our environment classes, so only the servers differ.
 
-Run it:  python benchmarks/environments.py --env babyai      some minutes
+Run it:  python benchmarks/environments.py --env babyai      a few minutes
 Read next: envs/server.py.
 """
 
@@ -106,7 +107,7 @@ def serve(name: str, env: str) -> Iterator[int]:
 async def steps_per_s(
     env: str, port: int, plans: Mapping[int, Sequence[str]], seconds: float
 ) -> float:
-    """Speed with all sessions at once over persistent connections; each plays task after task.
+    """Speed with all sessions in parallel over persistent connections. Each plays task after task.
 
     Args:
         plans: task -> the actions to play.
@@ -159,8 +160,8 @@ def oracle_plans(env: str) -> dict[int, list[str]]:
 
 def main() -> int:
     parser = make_parser(__doc__, 3)
-    parser.add_argument("--env", choices=ENVS, default="textcraft")
-    parser.add_argument("--seconds", type=float, default=30.0, help="length of each run")
+    parser.add_argument("--env", choices=ENVS, default="textcraft", help="environment to serve")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds per run")
     options = parser.parse_args()
     env, results = options.env, Results(options, f"environments-{options.env}.json")
     plans, repeats = oracle_plans(env), []

@@ -1,19 +1,21 @@
-"""Memory and time of an update and of a training step on one GPU, compared with the formulas.
+"""Measure memory and time of an update and of a training step on one GPU.
 
     update    `update.update_policy` on a model with Qwen2.5's shape and random weights: two
-              trajectories of the full context, one per micro-batch. Measures peak bytes relative to
-              the formula of `scale/memory.py`, seconds, and the share of peak bfloat16 FLOPS
-    run       train.py with such a model, sampler and trainer on one card, with the settings of
-              recipes/textcraft_3b.sh but fewer and shorter trajectories: seconds of each phase
+              full-context trajectories, one per micro-batch. Measures seconds, the share of peak
+              bfloat16 FLOPS, and peak memory compared with the formula in `scale/memory.py`
+    run       train.py with the same kind of model, with sampler and trainer on one card and the
+              settings of recipes/textcraft_3b.sh but fewer and shorter trajectories. Measures
+              seconds of each phase
 
-An update is measured as in one process (autocast), and sharded by FSDP2 (bfloat16 layers on float32
-weights; there is one rank, so nothing is communicated). A model with random weights never ends a
-turn early and solves nothing, so a run measures the cost of a step and not learning.
+An update is measured both unsharded (autocast) and sharded with FSDP2 (bfloat16 layers, float32
+weights; with only one rank, nothing is communicated). A model with random weights never ends a turn
+early and solves nothing, so a run measures the cost of a step and not learning.
 
 Run it:  python benchmarks/gpu.py                        3B: minutes on a card of 80 GB or more
          python benchmarks/gpu.py --shape 0.5B           on a smaller card
-         python benchmarks/gpu.py -- OPTIONS             OPTIONS are passed to train.py
-Without a GPU, `--shape tiny --context 1024` runs all of it. Read next: recipes/memory.py.
+         python benchmarks/gpu.py -- OPTIONS             pass OPTIONS to train.py
+Without a GPU, `--shape tiny --context 1024` runs everything on a small scale. Read next:
+recipes/memory.py.
 """
 
 import contextlib
@@ -260,8 +262,8 @@ def run_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
 
 def main() -> int:
     parser = make_parser(__doc__, 3)
-    parser.add_argument("--shape", choices=SHAPES, default="3B")
-    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--shape", choices=SHAPES, default="3B", help="size of the model")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a trajectory")
     parser.add_argument("words", nargs="*", help="options for train.py, after --")
     o = parser.parse_args()
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()

@@ -1,13 +1,13 @@
-"""Compares a training step with TRL's: seconds for the rollout and the update on the same tasks.
+"""Compare a training step with TRL's: seconds for the rollout and the update on the same tasks.
 
 TRL's GRPOTrainer has no multi-turn loop for an environment behind HTTP, so a user writes a
 `rollout_func`. `play_lockstep` is such a function with transformers' generation. In each round it
 generates one turn for all trajectories in one left-padded batch, which prefills the complete
 history again, and then steps all environments. It returns ids and `env_mask`, our loss_mask.
 
-Equal on both sides: initial weights, tasks and seeds, token budgets, temperature, GRPO with
+The same on both sides: initial weights, tasks and seeds, token budgets, temperature, GRPO with
 token-mean loss, AdamW in float32, number format, one optimizer step per batch. TRL's gradient
-checkpointing is off, which makes it faster here. Different:
+checkpointing is off, which makes it faster here. The differences:
 
                     ours (train.py itself)                  TRL 1.16
     sampler         vLLM, in-process, event-driven          transformers `generate`, lockstep
@@ -15,8 +15,8 @@ checkpointing is off, which makes it faster here. Different:
                     (--train-on-all keeps them),            padded on both sides
                     micro-batches by token budget
 
-The first step of each side is a warm-up and is not counted. The two sides sample different numbers
-of tokens, so results are in seconds and in tokens/s.
+The first step on each side is a warm-up and is not counted. The two sides sample different numbers
+of tokens, so results are given in seconds and in tokens/s.
 
 TRL is not in the requirements:   pip install 'trl==1.16.*' datasets
 Run it:   python benchmarks/trl_step.py --repeats 3         about half an hour on two cores
@@ -296,10 +296,14 @@ def summarize(ours: list[Figures], trl: list[Figures]) -> dict[str, Figures]:
 
 def main() -> int:
     parser = make_parser(__doc__, 3)
-    parser.add_argument("--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m")
+    parser.add_argument(
+        "--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m", help="model to train"
+    )
     parser.add_argument("--warm-start", default="auto", help="as in train.py")
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
-    parser.add_argument("--train-on-all", action="store_true", help="keep groups of equal returns")
+    parser.add_argument(
+        "--train-on-all", action="store_true", help="also train on groups of equal returns"
+    )
     o = parser.parse_args()
     version = trl_version()
     shape: dict[str, Any] = {"tasks_per_step": o.tasks, "group_size": 8}

@@ -1,4 +1,4 @@
-"""Measures the overhead of an update: tokens/s of update_policy, compared with a bare loop.
+"""Measure the overhead of an update: tokens/s of update_policy compared with a bare loop.
 
     ours    update.update_policy: shuffling, micro-batches, clipped loss, metrics, gradient norm,
             optimizer step
@@ -7,7 +7,7 @@
     ratio = tokens/s of ours / tokens/s of bare, median of interleaved repeats     target: 0.9
 
 Tokens include prompts and observations but not padding. The batch resembles that of a training
-step: 8 TextCraft goals, each played 8 times for at most 6 turns by an oracle that makes errors.
+step: 8 TextCraft goals, each played 8 times for at most 6 turns by an oracle that makes mistakes.
 
 Run it:  python benchmarks/update.py --model tiny               about a minute
          python benchmarks/update.py --model smollm2-135m       about ten minutes on two cores

@@ -1,16 +1,17 @@
-"""Environments: the places in which an agent acts, and their lists of tasks.
+"""Environments, in which an agent acts, and their lists of tasks.
 
 An environment gives the agent a task and a first observation, answers each action with the next
-observation and a reward, and reports when the episode is over. It is one class without a base
-class. To write another one, copy `envs/textcraft/env.py`. `envs/common.py` holds helpers that
-several share, and `envs/server.py` serves any of them over HTTP. Each environment has a folder:
+observation and a reward, and reports when the episode is over. It is a single class without a base
+class. To write your own, copy `envs/textcraft/env.py`. `envs/common.py` has helpers that several
+environments share, and `envs/server.py` serves any environment over HTTP. Each environment has a
+folder:
 
     envs/NAME/__init__.py         exports the class as `World`
     envs/NAME/ids/NAME_*.json     id lists; NAME_train and NAME_test are the splits
     envs/NAME/requirements.txt    optional: extra packages, installed by `make setup ENV=NAME`
 
-Your own environment can be anywhere on PYTHONPATH, under the name `package.module:Class`. The class
-has:
+Your own environment can be anywhere on PYTHONPATH; its name is then `package.module:Class`. The
+class has these members:
 
     PROMPT            messages before the first observation: [{"role": ..., "content": ...}]
     WIRE              a `Wire`: the field names that AgentGym uses for this environment over HTTP
@@ -20,17 +21,18 @@ has:
     step(action) -> observation, reward, terminated, truncated, info    (Gymnasium's order)
     available_actions() -> list of the actions that the current state accepts
     parse(model_text) -> action; raises ParseError, whose message the policy reads  (static)
-    say(thought, action) -> a text from which parse reads that action               (static)
+    say(thought, action) -> text from which parse reads that action                 (static)
     oracle() -> (thought, action), a good move from the current state
     subtask(task_index) -> name of the group that evaluation tables put the task in  (class)
     state_for_people() -> dict that the viewer shows beside an episode
     close()
 
-`reward` is the increment of this turn. The increments of an episode sum to 0..1, and
-`info["success"]` tells whether the task is solved. Optional members: the fields of `Settings`, in
-capitals; NAME; the class methods open_shared() and close_shared(), for resources that all sessions
-share, and variant(), which names the options and the simulator version that change the texts. A
-trainer imports the class on a machine that may lack the simulator: import it where it is used.
+`reward` is the reward of this turn. The rewards of an episode sum to 0..1, and `info["success"]`
+tells whether the task is solved. Optional members are the fields of `Settings`, in capitals; NAME;
+the class methods open_shared() and close_shared(), for resources that all sessions share; and
+variant(), which identifies the options and simulator version that affect what the agent reads. A
+trainer imports the class on a machine that may lack the simulator, so import the simulator only
+where it is used.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
@@ -105,8 +107,8 @@ class Settings:
     """Optional members of an environment's class; the class names them in capitals (HORIZON)."""
 
     horizon: int = 30  # maximum turns of an episode in the paper's evaluation
-    # Defaults of train.py's options that differ for this environment: with --preset paper and with
-    # --preset laptop (no GPU), where "tasks" and "eval_tasks" name id lists of the environment.
+    # Defaults of train.py's options that are specific to this environment, for --preset paper and
+    # for --preset laptop (no GPU). "tasks" and "eval_tasks" name id lists of the environment.
     paper: Mapping[str, Any] = field(default_factory=dict)
     laptop: Mapping[str, Any] = field(default_factory=dict)
     package: str | None = None  # must be importable on the machine that runs the environment
@@ -179,7 +181,7 @@ def problem_of_messages(messages: Any) -> str | None:
         return None
     return (
         f"the roles are {', '.join(roles)}; expected system, or user and assistant in turn, "
-        "because the first observation follows as a message of the user"
+        "because the first observation follows as a user message"
     )
 
 
@@ -200,7 +202,7 @@ def env_name(env: str) -> str:
 
 
 def variant_of(env: str) -> str:
-    """The options and simulator version that change the environment's texts; "" by default."""
+    """The options and simulator version that affect what the agent reads; "" by default."""
     return str(getattr(get_env(env), "variant", str)())
 
 
@@ -239,11 +241,13 @@ def load_tasks(
 
     Args:
         split: name of one of the environment's id lists ("train", "test", ...).
-        file: path of any id list, or the name of one of the environment's; give it or `split`.
+        file: path of any id list, or the name of one of the environment's lists; give this or
+            `split`.
         subtasks: keep only tasks of these sub-tasks.
 
     Raises ValueError for an unknown environment, split or sub-task; for a file that is missing, is
-    not an id list, or lists a task twice or one that does not exist; and if no task is selected.
+    not an id list, lists a task twice, or lists a task that does not exist; and if no task is
+    selected.
     """
     env_class, name = get_env(env), env_name(env)
     path = _id_list(env, split, file)
@@ -277,7 +281,7 @@ def load_tasks(
 
 
 def tasks_by_env(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """Group tasks by environment; the environments keep the order in which they appear first."""
+    """Group tasks by environment, in the order in which the environments first appear."""
     by_env: dict[str, list[Task]] = {}
     for task in tasks:
         by_env.setdefault(task.env, []).append(task)

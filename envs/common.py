@@ -1,6 +1,6 @@
-"""Helpers for text environments: the stage of a session, the 'Action:' line, play in a terminal.
+"""Helpers for text environments: track a session's stage, parse actions, play in a terminal.
 
-Use the ones that fit; an environment does not have to use any. Read next: envs/textcraft/env.py.
+An environment does not have to use any of them. Read next: envs/textcraft/env.py.
 """
 
 import argparse
@@ -46,8 +46,8 @@ ANSWER = "Answer in exactly two lines:\nThought: why\nAction: one action"  # rea
 
 def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", "")) -> str:
     """Return the action on the text's only 'Action:' line. Removes every match of `drop`, reduces
-    each run of blanks to one, and strips the characters of `trim` from the left and right end.
-    Raises ParseError if there is not exactly one such line, or if its action is empty.
+    each run of whitespace to one space, and strips the characters in `trim` from the left and right
+    end. Raises ParseError if there is not exactly one such line, or if its action is empty.
 
     >>> action_line("Thought: why not\\nAction:  get 2  oak log.", drop="[^a-z0-9, ]")
     'get 2 oak log'
@@ -64,7 +64,7 @@ def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", ""
 
 
 def say(thought: str, action: str) -> str:
-    """Write a thought and an action as a text for `action_line`; "" leaves the thought out.
+    """Write a thought and an action as text that `action_line` reads; an empty thought is omitted.
 
     >>> action_line(say("It is near.", "get 2 oak log"))
     'get 2 oak log'
@@ -106,13 +106,17 @@ def command_line(env_class: Any, name: str, task_index: int) -> None:
     """`python -m envs.NAME`: play one task in the terminal, by default `task_index`."""
     last = env_class.num_tasks() - 1
     parser = argparse.ArgumentParser(
-        prog=f"python -m envs.{name}", description=f"Play {env_class.__name__}."
+        prog=f"python -m envs.{name}",
+        description=f"Play a {env_class.__name__} task in the terminal.",
     )
     parser.add_argument(
-        "--task-index", type=int, default=task_index, help=f"0 to {last} (default: {task_index})"
+        "--task-index",
+        type=int,
+        default=task_index,
+        help=f"task to play, 0 to {last} (default: {task_index})",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="random choices that the task leaves open (default: 0)"
+        "--seed", type=int, default=0, help="seed of what the task leaves to chance (default: 0)"
     )
     arguments = parser.parse_args()
     env = env_class()

@@ -1,9 +1,9 @@
-"""An HTTP client with hard limits, and checks of the JSON and the addresses that it deals with.
+"""An HTTP client with hard limits, and checks for the JSON and the addresses that it handles.
 
 Environment servers and chat models are other people's programs, and they can send anything.
-`HttpClient.ask` limits the time and the size of a complete answer and follows no redirects. `parse`
-refuses JSON that is nested too deeply or holds NaN or infinity, and replaces half surrogate pairs,
-which a tokenizer cannot encode. `checked_url` refuses addresses that contain a password, because
+`HttpClient.ask` limits the total time and size of an answer and does not follow redirects. `parse`
+rejects JSON that is nested too deeply or holds NaN or infinity, and replaces unpaired surrogates,
+which a tokenizer cannot encode. `checked_url` rejects addresses that contain a password, because
 addresses are written to logs and to config.json.
 
 Read next: `envclient.py` and `sampling/chatapi.py`, which use this client.
@@ -30,9 +30,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-MAX_ANSWER_BYTES = 1 << 20  # an observation is kilobytes
+MAX_ANSWER_BYTES = 1 << 20  # an observation has a few kilobytes
 MAX_DEPTH = 64  # of nested JSON; the environments' answers need 6
-CONNECT_TIMEOUT_S = 5.0  # less than the full time-out, for hosts that drop packets
+CONNECT_TIMEOUT_S = 5.0  # shorter than the full time-out, for hosts that drop packets
 # NOTE: uvicorn closes a connection that is idle for 5 seconds. A /step that is sent while it closes
 # is lost and must not be repeated, so we close idle connections earlier.
 IDLE_CONNECTION_S = 4.0
@@ -67,16 +67,16 @@ class Answer:
 
 
 class HttpClient:
-    """A client of one address. Threads can share it; each exchange has a connection to itself.
+    """A client for one address. Threads can share it; each exchange has its own connection.
 
-    It is built on http.client. The package `requests` costs CPU time at every step, reads
+    It is built on http.client, because the package `requests` costs CPU time at every step, reads
     HTTP_PROXY even for 127.0.0.1, and adds credentials from .netrc.
 
     Args:
         timeout_s: time limit of one exchange, from connecting to the last byte of the answer.
         max_bytes: size limit of an answer's body.
         proxy_url: the proxy, as `proxy_of` returns it.
-        ssl_context: the certificates to trust; None: the system's.
+        ssl_context: the certificates to trust; by default the system's.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class HttpClient:
             raise InvalidAnswer(f"the answer is not HTTP ({_one_line(error)})") from error
 
     def abort(self) -> None:
-        """End all exchanges: they raise ConnectionLost in their threads, and so will later ones."""
+        """End all exchanges; they and all later ones raise ConnectionLost in their threads."""
         self.is_aborted = True
         for sock in list(self._in_use):
             with contextlib.suppress(OSError):  # the socket was closed in the meantime
@@ -203,8 +203,8 @@ class HttpClient:
 
 
 class _Response(HTTPResponse):
-    """An answer whose headers and body must be complete at `end`. A time-out of the socket is not
-    enough: it restarts with every byte, so headers could arrive slowly for ever."""
+    """An answer whose headers and body must be complete by the time `end`. A socket time-out is not
+    enough: it restarts with every byte, so headers could trickle in forever."""
 
     def __init__(self, sock: socket.socket, end: float, **options: Any) -> None:
         super().__init__(sock, **options)
@@ -233,8 +233,8 @@ class _Timed(io.RawIOBase):
 
 
 def _is_readable(connection: HTTPConnection) -> bool:
-    """Whether an idle connection has something to read. Usually that is its end: a server closes a
-    connection after an error, or after a shorter idle time than ours."""
+    """Whether an idle connection has something to read. Usually this means that the server has
+    closed it, after an error or after a shorter idle time than ours."""
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
     return bool(poll.poll(0))
@@ -271,7 +271,7 @@ def _check_json(value: Any, depth: int) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Replace half surrogate pairs: JSON can hold them, but a tokenizer or a file cannot.
+    """Replace unpaired surrogates, which JSON can hold but a tokenizer or a file cannot.
 
     >>> encodable("a \\ud83d b \\ud83d\\ude00")
     'a � b 😀'
@@ -285,8 +285,8 @@ def encodable(text: str) -> str:
 
 
 def checked_url(url: str, flag: str = "") -> str:
-    """Check an address and remove its final slash. Raises ValueError if it is not an http address,
-    or if it can hold a secret. The message names the option `flag` and does not repeat a secret.
+    """Check an address and remove its final slash. Raises ValueError if it is not an HTTP address
+    or may contain a secret. The message names the option `flag` and never repeats a secret.
 
     >>> checked_url("http://127.0.0.1:36005/")
     'http://127.0.0.1:36005'
@@ -294,8 +294,8 @@ def checked_url(url: str, flag: str = "") -> str:
     flag = flag and f"{flag} "
     if re.search(r"[@?#]", url):
         raise ValueError(
-            f"{flag}expected http://HOST:PORT/PATH without a user, a password or a key: they would "
-            "be written to config.json; for a chat server's key use --api-key-env VARIABLE"
+            f"{flag}expected http://HOST:PORT/PATH without a user name, password or key, which "
+            "would be written to config.json; for a chat server's key use --api-key-env VARIABLE"
         )
     with contextlib.suppress(ValueError):  # urlsplit raises it if the port is not a number
         if re.fullmatch(r"https?://[^/\s]+(/\S*)?", url) and urlsplit(url).port != 0:

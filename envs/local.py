@@ -3,9 +3,10 @@
     EnvClient ── HttpClient ── HTTP ── envs.server ── Episodes ── the environment
     EnvClient ── LocalClient ──────────────────────── Episodes ── the environment
 
-Everything else is the same code, so rewards, errors and limits are the same as a server's. It saves
-the cost of HTTP and gives up its protection: an environment that leaks memory, crashes or computes
-for long does so in the trainer. Read first: `envclient.py`, `envs/sessions.py`.
+Everything else is the same code, so rewards, errors and limits are the same as with a server.
+Running locally saves the cost of HTTP but gives up its protection: an environment that leaks
+memory, crashes or is slow does so inside the trainer. Read first: `envclient.py`,
+`envs/sessions.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ def check_local(env: str) -> None:
 
 
 class LocalClient:
-    """Has the interface of `HttpClient`, but calls an environment in this process. One thread can
-    use it at a time. There is no time-out: a step that never returns blocks its caller for ever."""
+    """Has the interface of `HttpClient`, but calls an environment in this process. Only one thread
+    may use it at a time. There is no time-out: a step that never returns blocks its caller
+    forever."""
 
     def __init__(self, env: str) -> None:
         env_class = get_env(env)
         sessions = Sessions(_without_threads(env_class), max_sessions=1, idle_timeout_s=math.inf)
         self._episodes = Episodes(sessions)
-        # All sessions of a fast environment share one lock, as they share a server's event loop. A
-        # slow one has a lock per session, which only the thread that closes it on Ctrl-C contends.
+        # All sessions of a fast environment share one lock, as they share a server's event loop. In
+        # a slow environment each session has its own lock, which is contended only when another
+        # thread closes the session on Ctrl-C.
         self._lock = _shared_lock(env_class) if env_class.IS_FAST else threading.Lock()
 
     def ask(

@@ -5,22 +5,22 @@ keeps both problems out of the trainer. A client creates a session, which is one
 environment, plays episodes in it and closes it. Paths, fields and types are those of AgentGym, so
 AgentGym's clients work unchanged:
 
-    POST /create                            -> {"id"}, TextCraft also observation, done, reward
+    POST /create                            -> {"id"}; TextCraft adds observation, done, reward
     POST /reset  {"id", "data_idx", "seed"} -> {"id", "observation", "reward", "done", ...}
     POST /step   {"id", "action"}           -> {"observation", "reward", "done", ...}
     GET  /observation?id=                   -> the latest observation
     GET  /detail?id=                        -> the same with reward and done
-    POST /close  {"id"}                     -> true, then false
+    POST /close  {"id"}                     -> true, or false if it is not open
 
-"..." stands for terminated, truncated, info and subtask. AgentGym lacks the optional "seed" and
-these paths: GET /health, /available_actions?id= (a list), /state?id= (a dict) and /oracle?id=
-({"thought", "action"}). If its server of an environment uses other names, the class's `WIRE` has
-them.
+"..." stands for terminated, truncated, info and subtask. AgentGym does not have the optional "seed"
+and these paths: GET /health, /available_actions?id= (a list), /state?id= (a dict) and /oracle?id=
+({"thought", "action"}). If AgentGym's server for an environment uses other names, the class's
+`WIRE` defines them.
 
-An error has a status code and the body {"error": what happened, "hint": what to do}, so a failure
-of the environment is never counted as a failure of the policy: 404 unknown session or task, 409
-step before reset or after the end, 413 body too large, 422 malformed body, 429 too many sessions,
-500 the environment failed, 403 the request comes from a web page.
+An error is a status code with the body {"error": what happened, "hint": what to do}, so a failure
+of the environment is never counted as a failure of the policy. Status codes: 403 request from a web
+page, 404 unknown session or task, 409 step before reset or after the end, 413 body too large, 422
+malformed body, 429 too many sessions, 500 the environment failed.
 
 Run it:  python -m envs.server --env textcraft --port 36005
 Read next: envs/sessions.py (the order in which requests run), then envclient.py, the client.
@@ -139,9 +139,9 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
 
 
 class Guard:
-    """ASGI middleware that refuses requests of web pages in a browser and limits the body's size.
+    """ASGI middleware that refuses requests from web pages and limits the size of the body.
 
-    A page's request has an Origin header or, after DNS rebinding, the page's host name as Host.
+    A web page's request has an Origin header or, after DNS rebinding, the page's name as Host.
 
     Args:
         hosts: the Host names to accept; an empty set accepts all.
@@ -158,9 +158,9 @@ class Guard:
             return
         headers = dict(scope["headers"])
         host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1")).lower()
-        hint = "ask from a program, at the address that the server printed"
+        hint = "send requests from a program, to the address that the server printed"
         if b"origin" in headers:
-            refusal = error_answer(403, "requests of web pages are refused", hint)
+            refusal = error_answer(403, "requests from web pages are refused", hint)
             await refusal(scope, receive, send)
         elif self.hosts and host not in self.hosts:
             refusal = error_answer(403, f"this server does not answer to the name {host!r}", hint)
@@ -176,8 +176,8 @@ class Guard:
             await self.app(scope, receive_body, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        """Read the body. If it is too large, read its rest and drop it: a client that is still
-        sending would otherwise not see the answer 413."""
+        """Read the body. If it is too large, also read and drop the rest, because a client that is
+        still sending would not see the answer 413."""
         body, has_more = bytearray(), True
         while has_more:
             message = await receive()
@@ -213,8 +213,8 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 
 def serve(app: Any, host: str, listener: socket.socket, program: str, about: str) -> int:
-    """Serve `app` until SIGTERM or Ctrl-C; return the exit code. As soon as clients can connect, a
-    line with the address is printed, which ends with `about`."""
+    """Serve `app` until SIGTERM or Ctrl-C; return the exit code. As soon as clients can connect,
+    print a line with the address and `about`."""
     if not hosts_of(host):
         print(
             f"{program}: warning: {host} can be reached from other machines without a password",
@@ -235,7 +235,7 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
     server = _Server(config)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     server.line = f"listening on {url} ({about})"
-    # uvicorn stops on SIGTERM and then raises it again. With a handler of ours the exit code is 0.
+    # uvicorn stops on SIGTERM and then raises it again. With our own handler the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
         server.run(sockets=[listener])
@@ -270,13 +270,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--max-sessions",
         type=int,
         default=1024,
-        help="maximum number of open sessions; further ones get status 429",
+        help="maximum number of open sessions; opening more fails with status 429",
     )
     parser.add_argument(
         "--idle-timeout-s",
         type=float,
         default=1800.0,
-        help="close a session after this many seconds without a request (its client has died)",
+        help="close a session after this many seconds without a request",
     )
     options = parser.parse_args(arguments)
     for name in ("max_sessions", "idle_timeout_s"):
@@ -298,11 +298,11 @@ def main(arguments: list[str] | None = None) -> int:
     env, host = options.env, options.host
     try:
         app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts_of(host))
-        if hasattr(get_env(env), "open_shared"):  # opened here, a missing package is a clear error
+        if hasattr(get_env(env), "open_shared"):  # if a package is missing, fail now
             get_env(env).open_shared()
         listener = listen_on(host, options.port)
     except (OSError, ImportError, RuntimeError, ValueError) as error:
-        hint = "; --port 0 picks a free one" if "in use" in str(error) else ""
+        hint = "; --port 0 picks a free port" if "in use" in str(error) else ""
         problem = f"cannot serve {env} on {host}:{options.port}: {error}{hint}"
         print(f"envs.server: {problem}", file=sys.stderr)
         return 1

@@ -1,17 +1,18 @@
 """Sessions and episodes: the part of an environment server that does not depend on HTTP.
 
 A session is one instance of an environment, with a number. `Sessions` is the table of open
-sessions: it limits how many there are and closes those that are idle for too long. `Episodes` plays
-in them and answers requests, over HTTP (envs/server.py) or in this process (envs/local.py).
+sessions; it limits their number and closes sessions that are idle for too long. `Episodes` plays
+episodes in them and answers requests, over HTTP (envs/server.py) or in this process
+(envs/local.py).
 
 Everything here runs on one event loop, so the table needs no lock. A session serves one request at
-a time: it has an asyncio lock, so a waiting request does not occupy a thread. Calls into a fast
-environment (TextCraft: 2 microseconds) run on the loop, because switching to a thread costs fifty
-times as much as the step. Other environments run in a pool of threads, so a slow step delays only
-its session.
+a time. Its lock is an asyncio lock, so a waiting request does not occupy a thread. Calls into a
+fast environment (TextCraft: 2 microseconds) run on the loop, because switching to a thread costs
+fifty times as much as the step. Other environments run in a pool of threads, so a slow step delays
+only its own session.
 
 Session numbers start at a random number in every server process. If they started at 0, a client
-that continues after a restart of the server would get another client's session, without an error.
+that continues after the server restarts could get another client's session without an error.
 
 Measurements: benchmarks/environments.py. Read next: envs/server.py, then envclient.py.
 """
@@ -51,8 +52,9 @@ log = logging.getLogger("envs.server")
 
 
 class Answer(JSONResponse):
-    """JSON in ASCII, because a model can write half a surrogate pair, which UTF-8 cannot encode.
-    numpy's numbers become Python's. A value that JSON cannot hold (a set, a NaN) is an ApiError."""
+    """JSON in ASCII, because a model can write an unpaired surrogate, which UTF-8 cannot encode.
+    NumPy numbers become Python numbers. A value that JSON cannot hold (a set, a NaN) raises
+    ApiError."""
 
     def render(self, content: Any) -> bytes:
         try:
@@ -70,7 +72,7 @@ def _for_json(value: Any) -> Any:
 
 
 class ApiError(Exception):
-    """An error to answer a request with."""
+    """An error that a request is answered with."""
 
     def __init__(self, status: int, error: str, hint: str) -> None:
         super().__init__(error)
@@ -107,7 +109,7 @@ class Sessions:
     """The table of sessions. Every method runs on the event loop.
 
     Args:
-        first_id: number of the first session; None: random and below 2^52, which a double holds.
+        first_id: number of the first session; by default random, below 2^52 to fit a double.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Sessions:
                 "close sessions, retry later, or start the server with a larger --max-sessions",
             )
         session = Session(next(self._numbers))
-        self.table[session.session_id] = session  # it counts while its environment starts
+        self.table[session.session_id] = session  # counts already while its environment starts
         try:
             async with session.lock:
                 session.env = await self.call(self.env_class)
@@ -158,8 +160,8 @@ class Sessions:
 
     @asynccontextmanager
     async def use(self, session_id: int) -> AsyncIterator[Session]:
-        """Wait for earlier requests to the session, then give it to this request only. ApiError 404
-        if the session was never created, or was closed or evicted."""
+        """Wait for earlier requests to the session, then give this request exclusive use of it.
+        ApiError 404 if the session was never created, or was closed or evicted."""
         session = self.table.get(session_id)
         if session is None:
             raise ApiError(
@@ -175,7 +177,7 @@ class Sessions:
                 session.last_used = time.monotonic()
 
     async def close(self, session_id: int) -> bool:
-        """Close a session after the requests that already wait for it; False if it is not open."""
+        """Close a session after the requests already waiting for it; False if it is not open."""
         session = self.table.pop(session_id, None)
         if session is not None:
             await self._end(session)
@@ -192,7 +194,7 @@ class Sessions:
                 task.add_done_callback(self._close_tasks.discard)
 
     async def _end(self, session: Session) -> None:
-        """Close the session's environment. If that fails, call() has logged it."""
+        """Close the session's environment. A failure is only logged (by `call`)."""
         with contextlib.suppress(ApiError):
             async with session.lock:  # asyncio's locks are first come, first served
                 if session.env is not None:  # None if the environment did not start
@@ -340,8 +342,8 @@ class Episodes:
     async def _episode(
         self, fields: Any, before_reset: bool = False
     ) -> AsyncIterator[tuple[Session, dict]]:
-        """The session that a request names, and its latest turn. With `before_reset` that can also
-        be the task that /create showed."""
+        """The session that a request names, and its latest turn. With `before_reset` the turn can
+        also be the task that /create showed."""
         session_id = self._session_id(fields)
         async with self.sessions.use(session_id) as session:
             turn = session.turn or (session.preview if before_reset else None)

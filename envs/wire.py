@@ -1,8 +1,8 @@
-"""The field names and answers of each environment over HTTP, the same as AgentGym's servers use.
+"""The field names and answers of each environment over HTTP, as in AgentGym's servers.
 
-Every AgentGym server chose different field names, and clients depend on them. A `Wire` holds the
-names of one environment. Our server writes its answers with it and our client reads them with it.
-So our server works with AgentGym's clients, and our client with AgentGym's servers. An environment
+Each of AgentGym's servers uses different field names, and clients depend on them. A `Wire` holds
+the names for one environment. Our server uses it to write answers and our client to read them, so
+our server works with AgentGym's clients and our client with AgentGym's servers. An environment
 overrides the members that differ:
 
 >>> class SearchWire(Wire):
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     reward: float  # an increment of 0..1
     terminated: bool
     truncated: bool
-    info: dict[str, Any]  # "success", "score", and what the server added
+    info: dict[str, Any]  # "success", "score", and anything the server adds
 
 
 class Wire:
@@ -42,12 +42,12 @@ class Wire:
     create_body: Mapping[str, Any] = {}  # the body that our client sends to /create
     shows_task_at_create = False  # the answer of /create already holds an observation
     has_score = False  # the answers of /reset and /step also hold info["score"], as "score"
-    points = 1  # a full return over HTTP; SciWorld counts to 100
+    points = 1  # the maximum return over HTTP; 100 in SciWorld
     min_success_return = 1.0  # AgentGym does not report success, so we infer it from the return
     # Additional paths: /name -> (GET or POST, the method of the environment that answers), or
     # (STEP, a method that returns a dict, which is added to the answer of a step).
     paths: Mapping[str, tuple[str, str]] = {}
-    first_reward_ends = False  # our client ends an episode of AgentGym's server at its first reward
+    first_reward_ends = False  # our client ends an episode on AgentGym's server at its first reward
 
     def root(self) -> Any:
         return f"This is environment {self.title}." if self.title else "This is an environment."
@@ -74,7 +74,7 @@ class Wire:
         return int(points) if points == int(points) else points
 
     def first_observation(self, answer: Any) -> Any:
-        """The first observation, from the answer of /reset; some answers are a bare text."""
+        """The first observation, from the answer of /reset; some answers are plain text."""
         return answer.get("observation") if isinstance(answer, dict) else answer
 
     def outcome(self, answer: Mapping[str, Any], past_return: float) -> Outcome:
@@ -93,7 +93,7 @@ class Wire:
             reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - past_return)
         score = past_return + reward
         if not -TOLERANCE <= score <= 1 + TOLERANCE:
-            raise ValueError(f"rewards that sum to 0..1, with this one they sum to {score:g}")
+            raise ValueError(f"rewards that sum to 0..1, but with this one the sum is {score:g}")
         truncated = _flag(answer, "truncated") if "truncated" in answer else False
         if "terminated" in answer:
             terminated = _flag(answer, "terminated")

@@ -1,7 +1,7 @@
-"""Helpers shared by the recipes: start or resume a run, and summarise it as a JSON record.
+"""Helpers shared by the recipes: start or resume a run, and summarize it as a JSON record.
 
-A record holds how the run was started (command, commit, hardware, options), one row per step, and
-the result of each task in every held-out evaluation. evidence.py compares records.
+A record says how the run was started (command, commit, hardware, options) and holds one row per
+step and each task's result in every held-out evaluation. evidence.py compares records.
 """
 
 import contextlib
@@ -104,10 +104,11 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
 
 
 def require_alike(results: Sequence[Result]) -> Sequence[Result]:
-    """Return the results if they can be pooled: options that both configs have must be equal,
-    except the seed and options that do not affect training. ValueError names the others."""
-    # Task lists were renamed (results are paired by task id), and a run whose demonstrations are
-    # in a file ignores num_demonstrations.
+    """Return the results if they can be pooled: options that two configs share must be equal,
+    except the seed and options that do not affect training. Otherwise ValueError names the
+    differences."""
+    # Task lists were renamed, which does not matter because results are paired by task id. A run
+    # whose demonstrations are in a file ignores num_demonstrations.
     ignored = CHANGEABLE_ON_RESUME - {"steps", "learning_rate_decay_steps"}
     ignored |= {"seed", "config", "tasks", "eval_tasks", "data", "num_demonstrations"}
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
@@ -115,15 +116,16 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
         shared = sorted((config.keys() & configs[0].keys()) - ignored)
         if differences := [name for name in shared if config[name] != configs[0][name]]:
             values = ", ".join(f"{n} {configs[0][n]} and {config[n]}" for n in differences)
-            raise ValueError(f"runs that differ in more than the seed cannot be pooled: {values}")
+            raise ValueError(f"cannot pool runs that differ in more than the seed: {values}")
     return results
 
 
 def record(run_dir: Path) -> Result:
     """The record of a finished run.
 
-    Each row of its curve has the step's metrics and totals up to that step: seconds (without
-    evaluation and saving), turns, turns of failed episodes, sampled tokens, successful episodes.
+    Each row of its curve has the step's metrics and the totals up to that step: seconds (without
+    evaluation and saving), turns, turns of failed episodes, sampled tokens, and successful
+    episodes.
 
     Raises:
         SystemExit: the run was not evaluated at its beginning and at its end.
@@ -165,8 +167,8 @@ def record(run_dir: Path) -> Result:
 
 
 def evaluation(path: Path) -> Result:
-    """A held-out evaluation: for each task the share of its samples solved, and the number of turns
-    each sample took (0: not solved)."""
+    """A held-out evaluation: for each task, the share of its samples that were solved and the
+    number of turns that each sample took (0 if it was not solved)."""
     summary = read_json(path)
     turns: dict[str, list[int]] = {}
     trajectories = path.parents[1] / "trajectories" / f"eval_{summary['step']:06d}.jsonl"

@@ -1,15 +1,15 @@
 """How certain is a difference between runs?
 
 An evaluation records the number of turns in which each sample solved its held-out goal. This gives
-the share "solved within n turns" for every n. To compare runs at equal cost, their success at a
-budget of turns or seconds is interpolated between two evaluations, goal by goal.
+the share "solved within n turns" for every n. To compare runs at equal cost, we interpolate each
+goal's success between two evaluations at the same budget of turns or seconds.
 
 A difference has two 95 % intervals:
 
-    goals    bootstrap over goals, where a goal's value is its mean over samples and seeds: the
-             uncertainty about other goals of the same kind
-    seeds    mean ± t(n-1) s/√n over the values of the n seeds: the uncertainty about other
-             seeds; wide for n = 3, where t(2) is 4.3
+    goals    bootstrap over goals, where a goal's value is its mean over samples and seeds; shows
+             the uncertainty about other goals of the same kind
+    seeds    mean ± t(n-1) s/√n over the values of the n seeds; shows the uncertainty about other
+             seeds, and is wide for n = 3, where t(2) is 4.3
 
 Differences are paired, by goal and by seed. Read next: miniature.py, tables.py.
 """
@@ -28,7 +28,8 @@ from reporting.scoring import bootstrap, brackets, paired_bootstrap, percent
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, a budget
-# The 97.5 % points of Student's t for n seeds. The last one serves for more than ten, a bit wide.
+# The 97.5 % points of Student's t for n seeds. The last one is also used for n > 10, where it is
+# slightly too wide.
 T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
@@ -69,7 +70,7 @@ def spent_at(result: Result, step: int, unit: str) -> float:
 
 
 def at(budget: float, unit: str, within: float = math.inf) -> Reading:
-    """The shares of a run when it had spent `budget`, goal by goal.
+    """The shares of a run, goal by goal, at the point where it had spent `budget`.
 
     Raises:
         ValueError: the run never spent that much.
@@ -153,8 +154,8 @@ def compare(
     runs: Sequence[Result], baseline: Sequence[Result], reading: Reading, base_reading: Reading
 ) -> str:
     """`+3.1 (goals [+1.0, +5.2]; seeds [-2.0, +8.2])`: the difference between two arms, or between
-    two readings of one arm, paired by goal and by seed. Seeds that only one arm has are left out,
-    and the text names those that remain."""
+    two readings of one arm, paired by goal and by seed. Seeds that only one arm has are left out;
+    the text then names the remaining seeds."""
     sides = [{result["seed"]: result for result in arm} for arm in (runs, baseline)]
     common = sorted(sides[0].keys() & sides[1].keys())
     if not common:

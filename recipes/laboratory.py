@@ -1,16 +1,17 @@
 """The laboratory: an environment, a teacher and a model so small that an RL run takes minutes.
 
-Environment  13 levels of BabyAI in three tiers, by the turns that the oracle usually needs:
+Environment  13 levels of BabyAI in three tiers, by the number of turns the oracle usually needs:
 
                  near     1 to 3     go to, pick up or open something in the room
                  middle   3 to 10    doors in order, put next to, a key in a box (at most 16)
                  far      8 to 16    unlock a door with a key that is somewhere else (at most 20)
 
              A level generates a maze from a seed. Seeds 0 to 39 are for training, 40 to 54 are held
-             out, and the teacher demonstrates seeds 100 to 999. RL does not train on levels 22, 27
-             and 29, where all eight samples of a group fail, but the teacher demonstrates them.
-Teacher      the oracle, which replaces three moves in ten by a random available one. A model that
-             imitates it makes as many errors, so it fails more often the shorter the horizon is.
+             out, and the teacher demonstrates seeds 100 to 999. The teacher also demonstrates
+             levels 22, 27 and 29, on which RL does not train, because all eight samples of a group
+             fail there.
+Teacher      the oracle with three moves in ten replaced by random available actions. A model that
+             imitates it makes as many errors, so it fails more often if the horizon is short.
 Model        3M parameters and a tokenizer of BabyAI's words. It has imitated the teacher for one
              epoch (recipes/starts/tiny-babyai, 6 MB) and writes only the action.
 
@@ -64,7 +65,7 @@ def goals(seeds: Sequence[int]) -> list[int]:
 def play(
     env: Any, task_index: int, rng: random.Random, error: float = ERROR, max_turns: int = MAX_TURNS
 ) -> tuple[Record, bool]:
-    """One episode of the teacher as an AgentTraj conversation, and whether it succeeded.
+    """An episode of the teacher as an AgentTraj conversation, and whether it succeeded.
 
     Args:
         error: probability of a random move.

@@ -1,15 +1,15 @@
-"""Memory and time of a training step, estimated from model, context length and number of GPUs.
+"""Estimate memory and time of a training step from model, context length and number of GPUs.
 
-Memory follows the formulas in `scale/memory.py`. Time follows from FLOPs:
+Memory comes from the formulas in `scale/memory.py`. Time comes from FLOPs:
 
     forward, a token   2 (P - embedding) + 2 L·A·D·T, plus 2 V·H for each token of the policy
-    step, in forwards  1 forward + 2 backward (LoRA: 1) + 1 recomputation + 2 log-probs, old and
-                       reference; sampling is not counted and is often the larger part
+    step, in forwards  1 forward + 2 backward (LoRA: 1) + 1 recomputation + 2 log-probs (old and
+                       reference); sampling is not counted and often takes longer
 
     P parameters, L layers, T tokens of context, H hidden size, A·D heads x head size, V vocabulary
 
 A test compares the formulas with the tensors in real updates of a small model. benchmarks/gpu.py
-compares them, and the seconds, with a 3B model with random weights on a GPU.
+compares memory and seconds with those of a 3B model with random weights on a GPU.
 
 Run:  python recipes/memory.py            print the table that results/memory.md shows
 """
@@ -32,8 +32,8 @@ from scale.memory import (  # noqa: E402
     update_bytes,
 )
 
-TRAJECTORIES = 32 * 8  # in a step of the paper
-PEAK_FLOPS, MFU = 989e12, 0.4  # H100 and H200, dense bfloat16; the assumed share of it in use
+TRAJECTORIES = 32 * 8  # per step in the paper
+PEAK_FLOPS, MFU = 989e12, 0.4  # H100 and H200, dense bfloat16; share of it that we assume
 CARDS = (24, 40, 48, 80, 140, 180)  # GiB; 140 is sold as 141 GB
 CONTEXTS, DEVICES, LORA_RANK = (4096, 10752, 32768), (1, 2, 8), 64
 QWEN = {

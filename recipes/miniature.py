@@ -1,15 +1,15 @@
-"""The paper in miniature: tests of its claims with seeds, controls and intervals on two CPU cores.
+"""The paper in miniature: test its claims with seeds, controls and intervals on two CPU cores.
 
 In the laboratory (laboratory.py; its options are in miniature.json) a run takes minutes, so every
-arm has several seeds. All arms with the same seed train on the same goals in the same order. All
-are evaluated on held-out goals with 16 turns. FIGURES lists the arms behind each question.
+arm has several seeds. For a given seed, all arms train on the same goals in the same order. All
+arms are evaluated on held-out goals with 16 turns. FIGURES lists the arms behind each question.
 
     python recipes/miniature.py                    start missing runs and resume stopped ones
     python recipes/miniature.py --figure horizons  only the runs of one figure
     python recipes/miniature.py status             list the missing runs
 
 Results are written to runs/miniature/results, or with --commit to recipes/results/miniature, where
-tables.py finds them. Options that this command does not know are passed to the programs.
+tables.py finds them. Options that this command does not know are passed on to the programs.
 Read next: evidence.py, tables.py.
 """
 
@@ -47,8 +47,8 @@ PILOT_SEED = 9  # seed of the runs that choose a learning rate by success on tra
 RATES = (3e-5, 1e-4, 3e-4)
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
 METHODS = ("sft", "dpo", "agentevol", "own")
-SHORT = ("--rounds", "4", "--eval-every", "60")  # the arm that others are compared with
-SHORT_STEPS = 180  # plays as many turns as 60 steps of `long`, whose episodes are 3 x as long
+SHORT = ("--rounds", "4", "--eval-every", "60")  # the arm that other arms are compared with
+SHORT_STEPS = 180  # plays as many turns as 60 steps of `long`, whose episodes are 3 times as long
 WEAK = ("--model", "recipes/starts/tiny-babyai-near")  # its teacher demonstrated only near goals
 METHOD = (  # plays as many turns as `short`, including the teacher's
     *("--rounds", "4", "--warm-start", "never", "--mini-batch-size", "64"),
@@ -64,7 +64,7 @@ class Arm:
     options: tuple[str, ...] = ()  # in addition to those of miniature.json
     seeds: tuple[int, ...] = SEEDS
     steps: int = 60
-    program: str = "train.py"  # "": only its committed results exist, the program is gone
+    program: str = "train.py"  # "": only its committed results exist; the program is gone
     num_demonstrations: int = 0  # episodes of the teacher, passed by --data
     is_weak: bool = False  # the teacher demonstrates only near goals, on the training mazes
 
@@ -94,7 +94,7 @@ ARMS: dict[str, Arm] = {
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
     "rl": Arm((*SHORT, *WEAK), steps=360),
-    # Takes as many seconds as rl, which leaves trajectories without signal out of the update.
+    # Takes as many seconds as rl, whose update leaves out trajectories without signal.
     "imitation": Arm(
         (*METHOD, *WEAK, "--learning-rate", "1e-4", "--eval-every", "48"),
         steps=144,
@@ -215,7 +215,7 @@ def runs_behind(figure: str, results: Results) -> dict[str, list[Result]]:
 
 
 def run_queue(figures: Sequence[str]) -> list[tuple[str, int]]:
-    """The runs behind the figures without repeats: the first seed of every arm, then the second."""
+    """The runs behind the figures, each once: the first seed of every arm, then the second seed."""
     runs = dict.fromkeys(
         (position, seed, name)
         for figure in figures
@@ -299,7 +299,7 @@ def play_teacher(samples: int = 8) -> Result:
 
 
 def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> bool:
-    """Returns False if there was nothing to run."""
+    """Start or resume the run; return False if there is nothing to run."""
     results = read_results(FOLDER, RUNS / "results")
     arm = arm_of(name, results)
     if arm is None or not arm.program or (name, seed) in results:
@@ -310,7 +310,13 @@ def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--figure", nargs="+", choices=FIGURES, default=list(FIGURES))
+    parser.add_argument(
+        "--figure",
+        nargs="+",
+        choices=FIGURES,
+        default=list(FIGURES),
+        help="only the runs of these figures",
+    )
     parser.add_argument("--commit", action="store_true", help="write results to recipes/results")
     arguments = sys.argv[1:]
     command = arguments.pop(0) if arguments[:1] in (["run"], ["status"]) else "run"

@@ -5,9 +5,9 @@
 
 The model, recipes/starts/tiny-several, has 3M parameters and has imitated a careless teacher in
 both environments. `--normalize-per-env` whitens advantages within each environment. To train in
-only one of them, use `--env recipes.several:Craft --tasks-per-step 8`.
+only one environment, use `--env recipes.several:Craft --tasks-per-step 8`.
 
-RL does not train on the held-out crafting goals and mazes (recipes/ids). RESULTS.md has a result.
+RL does not train on the held-out crafting goals and mazes (recipes/ids). Result: RESULTS.md.
 """
 
 from pathlib import Path

@@ -9,11 +9,11 @@
 #SBATCH --signal=TERM@600
 #SBATCH --output=slurm-%j.out
 #
-# Trains on N nodes x 8 GPUs under SLURM, with the weights sharded over all GPUs. Options are passed
-# to train.py:
+# Train on N nodes x 8 GPUs under SLURM, with the weights sharded over all GPUs. Options are passed
+# on to train.py:
 #
 #   sbatch --nodes 4 recipes/slurm.sh --gradient-checkpointing
-#   RUN_DIR=runs/long sbatch recipes/slurm.sh                  repeat this to resume the run
+#   RUN_DIR=runs/long sbatch recipes/slurm.sh                  to resume, repeat the command
 #   ENV_ADDR="http://host1:36005 http://host2:36005" sbatch recipes/slurm.sh
 #
 #   Variable         Meaning                                         Default
@@ -25,7 +25,7 @@
 #   PORT             port through which the processes connect        29500
 #   DRY_RUN=1        only print the commands of each node
 #
-# The checkout and .venv must be on a shared disk, too: run `make setup` once, on a node with a GPU.
+# The checkout and .venv must also be on a shared disk. Run `make setup` once, on a node with a GPU.
 # --tasks-per-step must be a multiple of the number of processes.
 #
 # SLURM sends SIGTERM ten minutes before the time limit. train.py then finishes the step, saves and
@@ -34,8 +34,8 @@
 # extends this to 9 minutes. If a step takes longer, the run falls back to the last checkpoint
 # (--save-every).
 #
-# This has not run on a cluster. A test runs it on one machine as two nodes with one CPU process each
-# and a replacement for srun (tests/long/test_recipes.py).
+# This script has never run on a cluster. A test runs it on one machine as two nodes with one CPU
+# process each, with a substitute for srun (tests/long/test_recipes.py).
 set -euo pipefail
 
 DRY_RUN=${DRY_RUN:-}

@@ -1,6 +1,6 @@
-"""Makes the tables of numbers in README.md and RESULTS.md, and their pictures, from results.
+"""Generate the tables of numbers and the pictures in README.md and RESULTS.md from results.
 
-A page shows table NAME between `<!-- table NAME -->` and `<!-- end NAME -->`.
+In a page, table NAME is between `<!-- table NAME -->` and `<!-- end NAME -->`.
 
     python recipes/tables.py                  rewrite the tables in the pages, and the pictures
     python recipes/tables.py --show horizons  print a table, including the results in runs/
@@ -79,7 +79,7 @@ def seeds_in(results: Sequence[Result]) -> str:
 
 
 def by_kind(kind_of: Mapping[str, str], before: Shares, after: Shares) -> list[list[str]]:
-    """Rows (kind, its four cells), one per kind with more than one task, then one for all."""
+    """Rows (kind, its four cells): one for each kind with more than one task, then one for all."""
     rows = []
     for name in [*dict.fromkeys(kind_of.values()), "all"]:
         evaluations = [
@@ -194,8 +194,9 @@ def comparison(
 
     Args:
         pairs: (arm, the arm to subtract, or "its start").
-        unit: compare at the largest budget (of turns, seconds) that all runs reach; "": at the end.
-        tier_limit: turns in which a goal counts as solved in the columns by tier.
+        unit: compare runs at the largest budget in this unit ("turns", "seconds") that all of them
+            reach; with "", at their ends.
+        tier_limit: maximum turns in which a goal counts as solved in the columns by tier.
     """
     budget = common_budget([r for results in runs.values() for r in results], unit) if unit else 0
 
@@ -391,8 +392,8 @@ def plot_laboratory(name: str, path: Path) -> None:
 def curve_of(
     results: Sequence[Result], unit: str = "", tier: str = "", within: float = math.inf
 ) -> list[tuple[float, dict[str, Any]]]:
-    """(mean spending in `unit`, or the step without one; estimate over goals) at each evaluation
-    that all seeds have."""
+    """(mean spent so far in `unit`, or the step if there is no unit; estimate over goals) for each
+    evaluation that all seeds have."""
     by_seed = [{e["step"]: shares(e, within) for e in r["held_out"]} for r in results]
     points = []
     for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
@@ -482,7 +483,12 @@ def with_tables(text: str) -> str:
 def main() -> None:
     global include_uncommitted
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--show", choices=TABLES, nargs="+", help="print these, write nothing")
+    parser.add_argument(
+        "--show",
+        choices=TABLES,
+        nargs="+",
+        help="print these tables, including the results in runs/; write nothing",
+    )
     options = parser.parse_args()
     if options.show:
         include_uncommitted = True

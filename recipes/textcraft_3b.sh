@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains Qwen2.5-3B-Instruct on TextCraft with the published settings, and tests it before and after:
+# Train Qwen2.5-3B-Instruct on TextCraft with the published settings, and test it before and after:
 #
 #   set-up -> machine check -> test before -> train -> test after -> table
 #
@@ -13,8 +13,9 @@
 #   RESULT    result file without extension   recipes/results/textcraft_3b
 #   MODEL     hub id or checkpoint folder     Qwen/Qwen2.5-3B-Instruct
 #
-# You can interrupt it at any time: the same command continues where it stopped. If train.py stops
-# because the policy has collapsed, this script stops too, and train.py prints what to do.
+# You can interrupt it at any time and repeat the same command to continue where it stopped. If
+# train.py stops because the policy has collapsed, this script stops too, and train.py prints what
+# to do.
 #
 # The checkpoint to test is the best on 70 of TextCraft's 544 goals that are in neither published list,
 # so the test split is used only twice: before and after training.
@@ -92,7 +93,7 @@ if [ "$SMOKE" ]; then
 else
     CARDS=$(nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null) || CARDS=
     [ "$CARDS" ] ||
-        stop "nvidia-smi reports no GPU; this recipe needs one of 40 GB or several smaller ones. Without" \
+        stop "nvidia-smi reports no GPU; this recipe needs one GPU of 40 GB or several smaller ones. Without" \
             "a GPU, SMOKE=1 runs all steps with a small model, and make train trains on two CPU cores"
     COUNT=$(wc -l <<< "$CARDS") CARD=$(sort -rn <<< "$CARDS" | tail -n 1)
     echo "$COUNT GPUs, the smallest has $CARD MiB"
@@ -103,7 +104,7 @@ else
     done
     TRAIN+=(--gradient-checkpointing)
     if [ "$USED" -gt 1 ]; then
-        echo "training on $USED of them, weights sharded over them"
+        echo "training on $USED of them, with the weights sharded over them"
         LAUNCH=(.venv/bin/accelerate launch --config_file recipes/fsdp2.yaml --num_processes "$USED")
         TRAIN+=(--max-tokens-per-micro-batch 16384)
     elif [ "$USED" = 1 ]; then
@@ -114,9 +115,9 @@ else
             "beside the sampler needs $CARD_1 MiB"
         TRAIN+=(--max-tokens-per-micro-batch 10752 --lora-rank 64 --learning-rate 1e-5)
     else
-        stop "$COUNT x $CARD MiB is too little for a 3B model and 10752 tokens; expected 8 GPUs of" \
+        stop "$COUNT x $CARD MiB is too little memory for a 3B model and 10752 tokens; expected 8 GPUs of" \
             "$CARD_8 MiB, 4 of $CARD_4, 2 of $CARD_2, 1 of $CARD_1, or 1 of $CARD_LORA with LoRA." \
-            "For smaller models and contexts see: python recipes/memory.py"
+            "For the needs of smaller models and contexts run: python recipes/memory.py"
     fi
     # Four checkpoints of 14 bytes a parameter (LoRA: 2): the last two, the best, and the next one.
     DISK=$([ "$USED" = 0 ] && echo 35 || echo 180)
@@ -124,7 +125,7 @@ else
         mkdir -p "$RUN_DIR"
         FREE=$(df -PB 1000000000 "$RUN_DIR" | awk 'NR == 2 { print $4 }')
         [ "$FREE" -ge "$DISK" ] ||
-            stop "$FREE GB free for $RUN_DIR, its checkpoints need $DISK; set RUN_DIR to use another disk"
+            stop "$RUN_DIR has $FREE GB free, but its checkpoints need $DISK GB; set RUN_DIR to use another disk"
     fi
 fi
 
@@ -169,9 +170,9 @@ fi
 # ------------------------------------------------------------------------------------- test, table
 step "test after"
 BEST=$RUN_DIR/checkpoints/best
-CHOICE="the best on held-out goals"
+CHOICE="the best one on the held-out goals"
 if [ ! "$DRY_RUN" ] && [ ! -e "$BEST" ]; then
-    CHOICE="the last, because none is better on the held-out goals than the model before training"
+    CHOICE="the last one, because none beats the model before training on the held-out goals"
     echo "testing $CHOICE"
     BEST=$LAST
 fi

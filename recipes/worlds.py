@@ -1,14 +1,15 @@
-"""Does `make train` learn? Runs the default training of an environment and evaluates it.
+"""Does `make train` learn? Run an environment's default training and evaluate it.
 
 The run trains on the environment's short tasks (envs/*/ids) and is evaluated on held-out tasks
-before the first step and after the last. With --method it is a run of another program.
+before the first step and after the last. --method runs another program instead of train.py.
 
     python recipes/worlds.py --env babyai --seed 0
     python recipes/worlds.py --env textcraft --seed 0 --method dpo
 
-A stopped run continues from its last checkpoint. The result is written to runs/worlds/results, or
-with --commit to recipes/results/worlds, where tables.py finds it. Options that this command does
-not know are passed to the program. Read next: envs/babyai/env.py, `LAPTOP`.
+To resume a stopped run from its last checkpoint, repeat the command. The result is written to
+runs/worlds/results, or with --commit to recipes/results/worlds, where tables.py finds it. Options
+that this command does not know are passed on to the program. Read next: envs/babyai/env.py,
+`LAPTOP`.
 """
 
 import argparse
@@ -29,9 +30,9 @@ SAMPLES = ("--eval-samples", "2", "--eval-start-samples", "2")  # the same numbe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--env", choices=ENVS, required=True)
+    parser.add_argument("--env", choices=ENVS, required=True, help="environment to train in")
     parser.add_argument("--method", choices=METHODS, help="run this program instead of train.py")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--commit", action="store_true", help="write the result to recipes/results")
     options, extra = parser.parse_known_args()
     os.chdir(ROOT)

@@ -1,19 +1,19 @@
 """Set-up: create `.venv` with exactly the pinned packages.
 
-`make` runs this file before any other command. The first run creates `.venv` and installs a
-requirement set. Later runs only compare a hash with `.venv/setup.json`.
+`make` runs this file before any other command. The first run creates `.venv` and installs a set of
+requirements. Later runs only compare a hash with `.venv/setup.json`.
 
 There are two sets: `cpu` (requirements.txt), and `cuda` (requirements-cuda.txt) if `nvidia-smi`
 lists a GPU. The cpu set is installed from its lock file with `--no-deps`, so the lock names every
-package. Not every package index has `torch==2.13.0+cpu`, the build without CUDA. Set-up tries three
-ways in this order:
+package. Not every package index has `torch==2.13.0+cpu`, the build without CUDA, so this file tries
+three ways in this order:
 
     1  pip  torch==2.13.0+cpu
     2  uv   torch==2.13.0 with --torch-backend=cpu, which uses an index of CPU builds
     3  pip  torch==2.13.0, the default build, with several GB of CUDA packages; prints a notice
 
-This file imports only the standard library, because it runs before anything is installed. A failure
-prints one line with advice, followed by the end of pip's log.
+This file imports only the standard library, because it runs before anything is installed. If
+something fails, it prints one line with advice and the end of pip's log.
 
 Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda] [--env NAME]`.
 """
@@ -43,7 +43,7 @@ class SetupError(Exception):
 
 
 class NotOnIndex(SetupError):
-    """No reachable package index has the version for this Python."""
+    """No reachable package index has this version for this Python."""
 
 
 def requirement_lines(file: Path) -> list[str]:
@@ -53,7 +53,7 @@ def requirement_lines(file: Path) -> list[str]:
 
 
 class RequirementSet(NamedTuple):
-    """A requirement file, the lock file with its versions, and the disk space that it needs."""
+    """A requirement file, its lock file, and the disk space that the packages need."""
 
     name: str
     requirements: str
@@ -101,7 +101,7 @@ class Environment:
             self.record = {}
 
     def holds(self, requirement_set: RequirementSet) -> bool:
-        """True if the installation of the set was completed and the set has not changed since."""
+        """True if the set was installed completely and has not changed since."""
         is_current = self.record.get(requirement_set.name) == requirement_set.fingerprint(self.root)
         return is_current and os.access(self.python, os.X_OK)
 
@@ -162,7 +162,9 @@ def explain_failure(output: str, code: int, log: Path) -> SetupError:
         reason = "the disk is full; free some space and run again to continue"
     elif "from versions: none" in output:
         error_class = NotOnIndex
-        reason = "no package index has it or can be reached; check the network and pip's settings"
+        reason = (
+            "pip found no such package or no package index; check the network and pip's settings"
+        )
     elif missing := re.findall(r"No matching distribution found for (\S+)", output):
         error_class = NotOnIndex
         reason = f"the package index of this machine has no {missing[-1]} for this Python"
@@ -182,7 +184,7 @@ def check_disk(folder: Path, min_gb: float, packages: str) -> None:
 
 
 def install_torch(environment: Environment, pin: str) -> str:
-    """Install torch, without CUDA if possible. Returns the way that worked: pip, uv or default.
+    """Install torch, if possible without CUDA. Returns which way worked: pip, uv or default.
 
     Args:
         pin: `torch==VERSION+cpu`.
@@ -278,8 +280,15 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Create .venv with the pinned packages.")
     choices = ["auto", *SETS]
-    parser.add_argument("--set", choices=choices, default="auto", help="auto: cuda if a GPU exists")
-    parser.add_argument("--env", default="textcraft", help="install the packages of these, too")
+    parser.add_argument(
+        "--set",
+        choices=choices,
+        default="auto",
+        help="requirement set; auto picks cuda if there is a GPU, otherwise cpu",
+    )
+    parser.add_argument(
+        "--env", default="textcraft", help="environments whose packages to install, too"
+    )
     options = parser.parse_args(arguments)
     try:
         setup(options.set, options.env, Environment())

@@ -1,4 +1,4 @@
-"""BabyAI: a grid of rooms with doors and keys, described in words, and one mission to fulfil.
+"""BabyAI: a grid of rooms with doors and keys, described in words, and a mission to fulfill.
 
 The agent gets a mission such as "go to the red ball" or "put the green box next to a grey door
 after you open the blue door". It sees only the seven by seven cells in front of it, so it has to
@@ -9,29 +9,30 @@ Description: 40 levels of BabyAI (https://arxiv.org/abs/1810.08272), simulated b
 Action Space: turn left, turn right, move forward, toggle, drop, check available actions. Other
     actions walk as far as needed: go to OBJECT N, pickup OBJECT N, go through DOOR N, toggle and go
     through DOOR N (envs/babyai/world.py).
-Observation Space: The first observation names the goal, later ones the result of the action. Then
-    come the objects in view with their distances in steps, the walls, the carried object, and the
-    list of actions that are possible now. An impossible action gets only the reason and this list.
-Rewards: 1 - 0.9 * steps / max_steps for the action that fulfils the mission, otherwise 0. `steps`
+Observation Space: The first observation starts with the goal, later ones start with the result of
+    the action. Then come the objects in view with their distances in steps, the walls, the carried
+    object, and the list of actions that are possible now. After an impossible action the
+    observation has only the reason and this list.
+Rewards: 1 - 0.9 * steps / max_steps for the action that fulfills the mission, otherwise 0. `steps`
     counts minigrid's primitive actions; max_steps (16 to 2880) depends on the level. An impossible
     action does not count as a step.
 Episode End: Terminated when the mission is fulfilled or has failed (a few levels forbid the wrong
     door or object). Truncated after max_steps primitive actions.
 Arguments: reset(task_index, seed=0). The index determines the task; `seed` has no effect.
 Id Lists: ids/babyai_*.json, written once by envs/babyai/__main__.py of commit 7b8c4ed.
-    test, train                 lists of AgentGym-RL's sizes, 90 and 810. They hold 18 levels with
-                                seeds 0 to 4 and 5 to 49, inferred from the published counts
-                                (levels.py).
-    simple_test, simple_train   a curriculum for a laptop: tasks of GoTo and Pickup that the oracle
-                                solves in 1, 2 or 3 turns, in equal numbers where a level has
+    test, train                 lists of AgentGym-RL's sizes, 90 and 810 tasks. They hold 18 levels
+                                with seeds 0 to 4 and 5 to 49; we inferred the levels from the
+                                published counts (levels.py).
+    simple_test, simple_train   a curriculum for a laptop: GoTo and Pickup tasks that the oracle
+                                solves in 1, 2 or 3 turns, the same number of each where a level has
                                 enough. A test task shares neither its seed nor its first
                                 observation with a training task.
 
 Differences from AgentGym's server, whose results are therefore not comparable:
     Any positive return is a success; AgentGym's server ends an episode only after a reward above
     0.5. We correct minigrid's wrong verdict on level 16. "toggle" also opens boxes, which level 26
-    needs, and closes doors. We wrote the texts anew, with a third fewer words. Level 4 is a 6 x 6
-    room, as its name says.
+    needs, and closes doors. We rewrote the texts with a third fewer words. Level 4 is a 6 x 6 room,
+    as its name says.
 
     >>> env = BabyAI()
     >>> print(env.reset(task_index=3))
@@ -202,7 +203,7 @@ class BabyAI:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the 'Action:' line: lower case, digits, commas and single spaces only."""
+        """The action on the 'Action:' line: only lower case, digits, commas and single spaces."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]").lower()
 
     def available_actions(self) -> list[str]:
@@ -241,7 +242,7 @@ class BabyAI:
         }
 
     def render(self) -> str:
-        """The level as a PNG in a data URL: 32 pixels per cell, the cells in view are lighter."""
+        """The level as a PNG in a data URL, with 32 pixels per cell; cells in view are lighter."""
         self._stage.require_episode()
         from PIL import Image
 

@@ -1,9 +1,9 @@
-"""The oracle of BabyAI: it turns the moves of minigrid's bot into text actions, with a thought.
+"""BabyAI's oracle, which turns the moves of minigrid's bot into text actions with thoughts.
 
-The bot plans in primitive actions, up to 200 per episode, while an agent has about twenty turns. So
-a copy of the bot plays ahead to its next *milestone*: a pickup, a drop, a toggle, or a part of the
-mission that is fulfilled by going somewhere. The oracle picks the available text action that does
-most of this plan:
+The bot plans in primitive actions, up to 200 per episode, but an agent has only about twenty turns.
+So the oracle lets a copy of the bot play ahead to its next *milestone*: a pickup, a drop, a toggle,
+or a part of the mission that is fulfilled by going somewhere. It then picks the available text
+action that does most of this plan:
 
     now  ->  turn, forward, forward, turn, forward  ->  pickup    a Plan: poses, milestone, target
      \\__ pickup red ball 1 ____________________________/         rule 1: the same milestone
@@ -11,7 +11,7 @@ most of this plan:
 
 Rule 1: the action that does the milestone with the same object.
 Rule 2: otherwise the "go to" or "go through" that ends on the bot's path and leaves fewer steps
-    than the bot's next primitive action would. This is tested in a copy. The number of remaining
+    than the bot's next primitive action would. This is tried out in a copy. The number of remaining
     steps falls every turn, so the oracle cannot walk in circles.
 Rule 3: otherwise the bot's next primitive action.
 
@@ -75,7 +75,7 @@ class Oracle:
                 player.play(history[index])
             plan = player.begin_turn()
         except OracleLost:
-            self._player = None  # start over at the next call: the state can be better by then
+            self._player = None  # start over at the next call: the state may be better by then
             raise
         actions = available(self._level, view)
         entry = next((o for o in view.objects if o.position == plan.target), None)
@@ -229,14 +229,15 @@ class _OpenBox(Subgoal):
 
 
 class Bot(BabyAIBot):
-    """minigrid's bot for the remaining parts of the mission. It works around three weaknesses:
+    """minigrid's bot for the remaining parts of the mission, with workarounds for three weaknesses:
 
-    - The bot can push subgoals for ever inside one call. `_Stack` counts how often it is read and
+    - The bot can push subgoals forever inside one call. `_Stack` counts how often it is read and
       raises `Stuck`. A time limit would depend on the speed of the machine.
-    - The bot can fail an assertion. A new bot replaces it. It knows the cells that were in view,
-      gets the remaining parts of the mission, and first puts down a carried object. If it fails as
-      well, the next one gets a first subgoal: unlock a door whose key was in view, or open a box.
-    - The bot undoes actions that it did not plan. This one does not undo an unplanned toggle.
+    - The bot can fail an assertion. A new bot then replaces it. The new bot knows the cells that
+      were in view, gets the remaining parts of the mission, and first puts down a carried object.
+      If it fails as well, the next bot starts with a subgoal: unlock a door whose key was in view,
+      or open a box.
+    - The bot undoes actions that it did not plan. This class does not undo an unplanned toggle.
     """
 
     stack: Any
@@ -361,8 +362,8 @@ class Player:
 
     def _adopt(self, player: Player) -> int:
         """Continue with the level and the bot of a player that played ahead, after moving its agent
-        to our agent's pose. Our bot could change its plan, because on another path to the same
-        milestone it saw other cells. Returns the next move."""
+        to our agent's pose. Our bot could change its plan, because it took another path to the same
+        milestone and saw other cells. Returns the next move."""
         assert player.bot is not None
         source, target = self.level, player.level
         target.env.agent_pos, target.env.agent_dir = source.env.agent_pos, source.env.agent_dir

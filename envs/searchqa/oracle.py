@@ -1,4 +1,4 @@
-"""The oracle of SearchQA: it follows a question's plan, but uses only facts from shown passages.
+"""SearchQA's oracle, which follows a question's plan but uses only facts from shown passages.
 
     What is the currency of the country whose anthem is "Ee Mungu Nguvu Yetu"?
 
@@ -8,9 +8,9 @@
 
 The plan contains the name Kenya, but the oracle uses it only after a passage of this episode has
 shown it. A policy that imitates an oracle with more knowledge would learn to guess. A passage
-counts for a step if its search contains all words of one of the step's queries: "Kenya" in a
-passage about tea does not answer a question about an anthem. If a search does not show the fact,
-the oracle tries the step's next query, until there are none left.
+counts for a step only if its search query contains all words of one of the step's queries: "Kenya"
+in a passage about tea does not answer a question about an anthem. If a search does not show the
+fact, the oracle tries the step's next query, until there are none left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def next_move(question: Question, searches: Sequence[Search], query_chars: int) 
     `searches` are the searches of the episode; their queries were cut to `query_chars`.
     """
     if not question.plan:
-        raise OracleLost("this question has no plan; only the questions on the Factbook have one")
+        raise OracleLost("this question has no plan; only questions about the Factbook have one")
     facts: list[Finding] = []
     for plan_step in question.plan:
         queries = tuple(query[:query_chars] for query in plan_step.queries)

@@ -4,9 +4,9 @@
    51,713 .. 221,327   the training questions of nq and hotpotqa
   221,328 ..           the Factbook questions, in the order of questions.jsonl
 
-The published questions are files of FlashRAG (https://arxiv.org/abs/2405.13576), the ones that
-Search-R1 uses. A user puts them into the folder SEARCHQA_QUESTIONS_PATH. Their lines are read when
-they are needed:
+The published questions are files from FlashRAG (https://arxiv.org/abs/2405.13576), the same files
+that Search-R1 uses. The user puts them into the folder SEARCHQA_QUESTIONS_PATH. A line is read when
+it is needed:
 
     {"id": "test_0", "question": "who got the first nobel prize ...", "golden_answers": [...]}
 
@@ -20,13 +20,13 @@ the figures.)
      [{"queries": ["capital name Nairobi", ...], "finds": ["Kenya"]}, {"queries": [...]}]}
 
 A program wrote the Factbook questions (commit e80bf8e, envs/searchqa/generate.py). It read facts
-from the book and made questions that need them in one to three steps, or that compare two figures.
-It kept a question only if
-- it has one reading, and its text does not contain its answer;
+from the book and made questions that chain one to three facts, or that compare two figures. It kept
+a question only if
+- it is unambiguous, and its text does not contain its answer;
 - no passage that shows the bridge (the intermediate country) also contains the answer;
 - for each step, the first three passages that BM25 finds for a query show the value.
-Not many questions have the same answer. A country is used either for training or for testing (three
-in ten).
+No answer is shared by many questions. Each country is used only for training or, three times in
+ten, only for testing.
 
 Id lists in ids/, written once by write_ids() of commit 7b8c4ed:
 
@@ -34,8 +34,8 @@ Id lists in ids/, written once by write_ids() of commit 7b8c4ed:
                                 have no comparisons, because a guess solves half of those
     single_train, single_test   the one-hop questions of these lists, a curriculum for a laptop
     comparison_test             comparisons of countries that are in no training list
-    wiki_test                   published questions at equal distances, as many per data set as in
-                                AgentGym-RL's test list. Its selection is not public
+    wiki_test                   published questions at regular intervals, as many per data set as in
+                                AgentGym-RL's test list, whose selection is not public
 """
 
 import json

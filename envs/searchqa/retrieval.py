@@ -5,13 +5,13 @@
 where tf is the number of times that a word occurs in the passage, idf is Lucene's, k1 = 1.5 and
 b = 0.75 (Robertson and Zaragoza, 2009). Words of the title count three times, because a text often
 says only "it". The scores are cached and memory-mapped. Passages with equal scores keep the order
-of the corpus, so a query without a known word gets the first passages. Nothing that a policy writes
-is an error.
+of the corpus, so a query without a known word gets the first passages. No query that a policy
+writes causes an error.
 
 Environment variables (envs/searchqa/README.md): SEARCHQA_RETRIEVAL_METHOD is bm25 or remote; the
 default is remote if there is a URL. SEARCHQA_CORPUS_PATH names the corpus. SEARCHQA_RETRIEVAL_URL
-is the address of a service in Search-R1's format: the one below, which lets many environment
-servers share one index, or Search-R1's, which can also retrieve by meaning.
+is the address of a service in Search-R1's format: either the one below, which lets many environment
+servers share one index, or Search-R1's own, which can also retrieve by meaning.
 
     POST /retrieve  {"queries": ["flag of Kenya"], "topk": 3, "return_scores": true}
                     -> {"result": [[{"document": {"id", "contents"}, "score"}, ..], ..]}
@@ -173,7 +173,7 @@ def _log(text: str) -> None:
 class Remote:
     """Gets passages from a service in Search-R1's format.
 
-    After a lost connection or a 5xx, a request is repeated, for at most `timeout_s` in total. Fewer
+    After a lost connection or a 5xx, a request is retried, for at most `timeout_s` in total. Fewer
     than `top_k` passages are an error, because the policy would be scored on a broken search.
     """
 
@@ -280,7 +280,7 @@ def create_app(retriever: BM25, hosts: frozenset[str] = frozenset()) -> Starlett
             return Answer({"result": await run_in_threadpool(search)})
         except (OSError, ValueError) as error:  # for example a broken line of the corpus
             _log(str(error))
-            return error_answer(500, str(error), "the operator of the service has to repair this")
+            return error_answer(500, str(error), "the operator of the service has to fix this")
 
     return Starlette(
         routes=[Route("/", health), Route("/retrieve", retrieve, methods=["POST"])],
@@ -303,7 +303,9 @@ def main(arguments: list[str] | None = None) -> int:
         description="Serve BM25 over SEARCHQA_CORPUS_PATH (or the Factbook) in Search-R1's format.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free port (default: 8000)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port; 0 picks a free one (default: 8000)"
+    )
     options = parser.parse_args(arguments)
     if not 0 <= options.port < 65_536:
         parser.error(f"--port {options.port} is not a port; choose 0 to 65535")

