@@ -1,34 +1,34 @@
-"""AgentEvol: repeat exploration and imitation of the successes (arXiv 2406.04151).
+"""AgentEvol: explore, imitate the successes, and repeat (arXiv 2406.04151).
 
     demonstrations ──┐
                      ├──> 1 the evolving set ──> 2 imitate it ──> 3 measure
     the policy plays ┘        each iteration adds trajectories with a positive return to the set
 
-Why should this raise the return? The goal is the probability of a good trajectory,
+Why does this raise the return? It raises a lower bound on the log of the expected return:
 
     log E_π[R] = log Σ_τ π(τ) R(τ)  ≥  Σ_τ q(τ) log( π(τ) R(τ) / q(τ) )      for any q (Jensen)
 
-with equality if q(τ) ∝ π(τ) R(τ). Two steps raise the bound in turn (expectation-maximisation):
+with equality if q(τ) ∝ π(τ) R(τ). Two alternating steps raise it (expectation-maximisation):
 
-    explore   q is the policy's behaviour, weighted by the return: sample, and keep R > 0
-    learn     maximise E_q[log π(τ)]: imitation with weights R, over the tokens it wrote
+    explore   set q to π weighted by the return: sample trajectories and keep those with R > 0
+    learn     maximise E_q[log π(τ)]: imitate them with weights R, on the tokens that π wrote
 
     L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    N tokens with loss_mask 1
 
-w is 1 for a demonstration. Explored trajectories with the same text join the set as one row whose w
-is the sum of their returns, because a sample reveals π only through how often a text occurs. If
-each text counted once, a rare success would gain as much as a common one.
+w is 1 for a demonstration. Explored trajectories with the same text join the set as one row, and
+its w is the sum of their returns, because how often a text was sampled is our only estimate of π.
+If each text counted once, a rare success would gain as much as a common one.
 
-Each iteration continues from the last weights, and only its own exploration joins the
-demonstrations. The paper instead restarts from the base policy with a growing set (--learn-from
-base --merge-with all). Then mistakes of an iteration do not stay in the weights, but its progress
-has to be learned again. AgentGym's script also learns once before it explores. Here the initial
-policy explores first and therefore needs a warm start.
+Each iteration continues from the latest weights and learns from the demonstrations and its own
+exploration. The paper instead restarts from the base policy with a growing set (--learn-from base
+--merge-with all). An iteration's mistakes then do not stay in the weights, but its progress has to
+be learned again. AgentGym's script also trains once before it explores. Here the initial policy
+explores first and therefore needs a warm start.
 
-`evolving/iteration_001.jsonl` holds the set of each iteration, with the origin, return and weight
-of each trajectory. Compared with RL there is no baseline and no negative example. The loss never
-makes a mistake less likely, except by making other actions more likely. On the other hand, several
-steps can use the data of one exploration.
+`evolving/iteration_001.jsonl` and the following files hold the set of each iteration, with the
+origin, return and weight of each trajectory. Unlike RL, the method has no baseline and no negative
+examples: a mistake becomes less likely only because other actions become more likely. On the other
+hand, several steps can use the data of one exploration.
 
     python agentevol.py --env textcraft
     python agentevol.py --data demos.json --iterations 4 --steps 96
@@ -75,7 +75,7 @@ DEMONSTRATED = "demonstration"  # an origin; the others are "iteration 1", "iter
 
 @dataclass(frozen=True)
 class EvolConfig(IteratedConfig):
-    """AgentEvol: repeat exploration and imitation of the successes."""
+    """AgentEvol: explore, imitate the successes, and repeat."""
 
     method: ClassVar[str] = "agentevol"
     program: ClassVar[str] = "agentevol.py"
@@ -89,22 +89,25 @@ class EvolConfig(IteratedConfig):
     # The evolving set
     data: tuple[str, ...] = ()
     """demonstrations to begin with: AgentTraj or message files, or runs;
-    none: the environment's oracle demonstrates training tasks, as for the warm start"""
-    num_demonstrations: int = 32  # oracle demonstrations per environment, without --data
-    iterations: int = 3  # how often the policy explores; --steps are divided among them
+    if not given, the environment's oracle demonstrates training tasks, as for the warm start"""
+    num_demonstrations: int = 32  # oracle demonstrations per environment, if there is no --data
+    iterations: int = 3  # number of iterations; each explores, then takes an equal share of --steps
     tasks_per_iteration: int = 64  # tasks explored in each iteration
-    min_return: float = 0.0  # minimum return to join the set, also for --data; never 0 (0..1)
-    keep_per_task: int = 8  # maximum trajectories per task and iteration, the best first
+    min_return: float = 0.0
+    """keep only episodes with at least this return (0..1), also those from --data;
+    episodes with return 0 are never kept"""
+    keep_per_task: int = 8  # keep at most this many per task and iteration, the best first
     weighting: Literal["played", "return", "one"] = "played"
-    """weight of an explored trajectory; one: 1, like a demonstration;
-    return: its return; played: the sum of the returns of all samples with its text"""
-    ignore_returns: bool = False  # control: keep the first trajectories, as if each return were 1
+    """weight of an explored trajectory: one (1, like a demonstration),
+    return (its return), or played (sum of the returns of all samples with its text)"""
+    ignore_returns: bool = False
+    """control experiment: keep the first trajectories of each task, as if all returns were 1"""
     merge_with: Literal["all", "demonstrations"] = "demonstrations"
-    """whether the new trajectories join all earlier ones or only the demonstrations [paper: all]"""
+    """what the new trajectories join: all earlier ones, or only the demonstrations [paper: all]"""
     learn_from: Literal["base", "last"] = "last"
-    """weights at the start of an iteration: the run's first, or the latest [paper: base]"""
+    """weights that an iteration starts from: the run's initial ones, or the latest [paper: base]"""
     # Training
-    steps: int = 12  # total training steps, with those before a resume
+    steps: int = 12  # total training steps, including those before a resume
     mini_batch_size: int = 64  # trajectories per step
     learning_rate: float = 4e-5  # learning rate at the start of each iteration [paper: 1e-5]
     eval_every: int = 4
@@ -116,7 +119,7 @@ class EvolConfig(IteratedConfig):
         if self.ignore_returns:
             if self.weighting == "return":
                 yield "weighting", "use one or played: --ignore-returns ignores returns"
-            yield "min_return", "--ignore-returns ignores returns; leave it out"
+            yield "min_return", "--ignore-returns is set; leave it out"
         if self.iterations == 1:
             yield "learn_from", "it needs at least two --iterations"
             yield "merge_with", "it needs at least two --iterations"
@@ -135,7 +138,7 @@ class EvolConfig(IteratedConfig):
 
 
 def train(config: EvolConfig) -> Run:
-    """Evolve; returns the closed run. Raises Misuse before writing anything."""
+    """Evolve; returns the closed run. Raises Misuse only before anything is written."""
     config = checked(config)
     demonstrations = initial_set(config)
     with open_session(config, MethodWorker) as session:
@@ -178,8 +181,8 @@ def train(config: EvolConfig) -> Run:
 
 
 def initial_set(config: EvolConfig) -> list[Record]:
-    """The demonstrations that the set begins with, with weight 1. Conversations in --data that have
-    a return are selected and weighted like explored ones. Collective.
+    """The demonstrations in the first set, with weight 1. Conversations in --data with a return are
+    selected and weighted like explored ones instead. Collective.
 
     Raises:
         Misuse: no demonstration is left.
@@ -192,7 +195,7 @@ def initial_set(config: EvolConfig) -> list[Record]:
         if total is not None and not -ROUNDING <= total <= 1 + ROUNDING:
             raise Misuse(
                 f'--data: conversation {example.task_id}: "return" is {total:g}, expected 0 to 1; '
-                "divide returns by the highest possible return"
+                "divide all returns by the highest possible return"
             )
         if total is not None and not config.ignore_returns:
             if not is_enough(total, config):
@@ -201,7 +204,9 @@ def initial_set(config: EvolConfig) -> list[Record]:
         record = example.record | {"origin": DEMONSTRATED, "weight": weight}
         selection.append(replace(example, record=record))
     if not selection:
-        raise Misuse(f"no return in --data is above 0 and --min-return {config.min_return:g}")
+        raise Misuse(
+            f"no return in --data is above 0 and at least --min-return {config.min_return:g}"
+        )
     fit = drop_too_long(config, selection, "demonstrations", lambda example: [example])
     return [example.record for example in fit]
 
@@ -209,11 +214,11 @@ def initial_set(config: EvolConfig) -> list[Record]:
 def evolve(
     session: Session[MethodWorker], files: IterationFiles, step: int, initial: Sequence[Record]
 ) -> tuple[list[Example], dict[str, Any]]:
-    """The set of a step's iteration, and its metrics. They are read from the run if it has them;
-    otherwise the current policy explores, and the set grows by the result.
+    """The set of the iteration that contains `step`, and its metrics. They are read from the run if
+    it has them; otherwise the current policy explores, and its good trajectories join the set.
 
     Raises:
-        TrainingError: the set of an iteration that has begun is missing in the run.
+        TrainingError: the set of an iteration that has begun is missing from the run.
     """
     w, config = session.worker, session.config
     assert isinstance(config, EvolConfig)
@@ -248,9 +253,9 @@ def select(
 ) -> list[Record]:
     """The best explored records of each task, with their origin and weight, to join the set.
 
-    Records with the same text join as one. With --weighting played its weight is the sum of their
-    returns, because q(τ) ∝ π(τ) R(τ). With the other weightings a text joins only if the set did
-    not contain it before. Otherwise an easy task would gain weight in each iteration.
+    Records with the same text join as one record. With --weighting played, its weight is the sum of
+    their returns, because q(τ) ∝ π(τ) R(τ). With the other weightings, a text joins only if the set
+    does not contain it yet. Otherwise an easy task would gain weight in each iteration.
     """
     is_blind, is_summed = config.ignore_returns, config.weighting == "played"
     good = [r for r in explored if is_blind or is_enough(r["return"], config)]
@@ -275,18 +280,18 @@ def select(
 
 
 def texts_of(record: Record) -> tuple[str, ...]:
-    """Observations and actions up to the last action, whose answer is not always recorded."""
+    """Observations and actions up to the last action; the answer to it is not always recorded."""
     values = [turn["value"] for turn in record["conversations"]]
     return tuple(values[: -1 if record["conversations"][-1]["from"] == "human" else None])
 
 
 def is_enough(total: float, config: EvolConfig) -> bool:
-    """Whether a return is above 0, because weight 0 would teach nothing, and >= --min-return."""
+    """Whether a return is at least --min-return, and above 0 because weight 0 teaches nothing."""
     return total > ROUNDING and total > config.min_return - ROUNDING
 
 
 def start_iteration(session: Session[MethodWorker], config: EvolConfig) -> None:
-    """Set the weights for a new iteration: the run's initial ones, or the latest with a fresh
+    """Set the weights for a new iteration: the run's initial ones, or the latest ones with a fresh
     optimizer. The sampler must be asleep."""
     worker = session.worker
     if config.learn_from == "last":

@@ -1,13 +1,13 @@
-"""The options of a training run: their meanings, defaults and checks, and the command line.
+"""The options of a training run: what they mean, their defaults, and the command line.
 
-Each option is a field of a dataclass; the comment beside the field, or the text below it, is its
-help. `RunConfig` holds the options that all methods need, and `Config` adds those of train.py.
+Each option is a field of a dataclass, and the comment beside it or the text below it is its --help
+text. `RunConfig` holds the options that all methods need, and `Config` adds those of train.py.
 sft.py, dpo.py and agentevol.py declare further options. A command line is parsed once
-(`read_command_line`) and checked once (`checked`). For options that it leaves out, a preset
-supplies the values:
+(`read_command_line`) and checked once (`checked`). Options that are not on it get their values from
+a preset:
 
     laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
-             a GPU, and always the default for the small models
+             a GPU, and for the small models (smollm2-135m, tiny) on every machine
     paper    AgentGym-RL's settings for Qwen2.5-3B: the default with a GPU
     none     the defaults in this file, and all training tasks of the environment
 
@@ -67,14 +67,15 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """Options of an update that every method has: batches, memory, gradients."""
+    """Options of an update, shared by all methods: batches, memory, gradients."""
 
     temperature: float = 1.0  # sampling temperature in training and evaluation [paper: 1.0]
     max_grad_norm: float = 1.0  # clip gradients to this global norm [paper: 1.0]
     mini_batch_size: int = 64  # trajectories per optimizer step [paper: 8 tasks, i.e. 64]
     max_tokens_per_micro_batch: int = 2048
-    """tokens per forward and backward pass, padding included; lower it if memory runs out"""
-    share_prefix: bool = True  # compute the shared prefix of a task's samples only once, if faster
+    """tokens per forward and backward pass, including padding; lower it if memory runs out"""
+    share_prefix: bool = True
+    """compute the common prefix of a task's samples once for all of them, if that is faster"""
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,16 @@ class Objective(UpdateOptions):
     """Options of an RL update: the loss and its penalties."""
 
     clip_ratio: float = 0.2  # clip range epsilon of the policy ratio [paper: 0.2]
-    value_clip: float = 0.5  # clip range of the critic's values (units of return) [paper: 0.5]
-    kl_loss_coef: float = 0.0  # weight in the loss of the KL to the initial policy [paper: 1e-3]
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL in the loss [paper: k3]
+    value_clip: float = 0.5  # clip range of the critic's values, in units of return [paper: 0.5]
+    kl_loss_coef: float = 0.0
+    """weight of the KL term (against the initial policy) in the loss [paper: 1e-3]"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL loss term [paper: k3]
     entropy_coef: float = 0.0  # weight of the entropy bonus in the loss [paper: 1e-3]
-    sampler_is_cap: float = 2.0  # cap of sampler-trainer importance weights; 0: off [paper: none]
+    sampler_is_cap: float = 2.0
+    """cap on the importance weights, trainer / sampler probability; 0: no weights [paper: none]"""
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """token-mean: every token has the same weight in the policy loss;
-    seq-mean: every trajectory has the same weight [paper: seq-mean]"""
+    """token-mean: all tokens have equal weight in the policy loss;
+    seq-mean: all trajectories do [paper: seq-mean]"""
     ppo_epochs: int = 1  # passes over each step's trajectories [paper: 1]
 
     def num_optimizer_steps(self, num_rows: int) -> int:
@@ -99,7 +102,7 @@ class Objective(UpdateOptions):
 
 @dataclass(frozen=True)
 class RunConfig(UpdateOptions):
-    """Options that every method needs: environment, model, sampler, limits, evaluation, files."""
+    """Options that all methods need: environment, model, sampler, limits, evaluation, files."""
 
     method: ClassVar[str] = ""  # recorded in config.json; a run resumes only with its method
     program: ClassVar[str] = ""
@@ -110,76 +113,91 @@ class RunConfig(UpdateOptions):
 
     # Defaults
     preset: Literal["laptop", "paper", "none"] = "laptop"
-    """laptop: two CPU cores; the default without a GPU or with a small model;
-    paper: AgentGym-RL's settings; the default with a GPU; none: the defaults in config.py"""
-    config: str | None = None  # config.json of another run, whose options become the defaults
+    """values for the options that you leave out:
+    laptop (for two CPU cores; used without a GPU or for a small model),
+    paper (AgentGym-RL's; used with a GPU), or none (the defaults in config.py)"""
+    config: str | None = None  # config.json of another run; its options become the defaults
     # The environment and its tasks
     env: EnvNames = "textcraft"
     """one or more of textcraft, babyai, sciworld, searchqa, or your own package.module:Class"""
-    env_weights: tuple[int, ...] = ()  # tasks drawn from each --env in turn, e.g. 2 1 (none: 1 1)
+    env_weights: tuple[int, ...] = ()
+    """how many tasks to draw from each --env in turn, e.g. 2 1; if not given, one each"""
     tasks: str | None = None
     """training tasks: a JSON file with a list of ids,
-    or the name of one of the environment's own lists (none: see --split)"""
+    or the name of one of the environment's own lists; if not given, see --split"""
     split: Literal["train", "test"] | None = None
-    """train on this split [paper: train] (none: train, or short tasks for the small models)"""
-    subtasks: tuple[str, ...] = ()  # train only on these sub-tasks, e.g. "depth 1" (none: all)
+    """split to train on [paper: train];
+    if not given, train, or a list of short tasks for the small models"""
+    subtasks: tuple[str, ...] = ()
+    """train only on these sub-tasks, e.g. "depth 1"; if not given, on all"""
     env_addr: tuple[str, ...] = ()
-    """environment servers, http://host:port (if several, NAME=http://...);
-    none: the run starts a server; local: the environment runs in this process"""
+    """URLs of running environment servers (several environments: NAME=http://...);
+    if not given, one is started; local: no server, run it in this process"""
     prompt: str | None = None
-    """file with a prompt that replaces the environment's:
-    JSON messages [{"role", "content"}, ...], or a text that replaces only its instruction"""
+    """file with a prompt to use instead of the environment's:
+    JSON messages [{"role", "content"}, ...], or text that replaces only the instruction"""
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
-    engine: Literal["vllm", "transformers"] = "vllm"  # library that samples in this process
+    engine: Literal["vllm", "transformers"] = "vllm"  # library that samples the actions
     enforce_eager: bool = False
-    """start vLLM without compiling the model: a minute or two sooner, but slower from then on"""
-    engine_url: tuple[str, ...] = ()  # vLLM servers that sample instead, http://host:port
-    engine_devices: tuple[str, ...] = ()  # GPUs for vLLM servers that sample instead, e.g. 2 3
+    """vLLM does not compile the model: it starts a minute or two sooner but samples more slowly"""
+    engine_url: tuple[str, ...] = ()
+    """URLs of running vLLM servers, http://host:port; if not given, this process samples"""
+    engine_devices: tuple[str, ...] = ()
+    """GPUs on which to start vLLM servers, e.g. 2 3; if not given, this process samples"""
     warm_start: str = "auto"
-    """auto: fine-tune smollm2-135m and tiny on demonstrations (cached);
+    """auto: first fine-tune smollm2-135m or tiny on demonstrations (once, then cached);
     never: start from --model as it is; or a checkpoint folder to start from"""
     # Training
-    steps: int = 60  # total training steps, with those before a resume [paper: 300]
+    steps: int = 60  # total training steps, including those before a resume [paper: 300]
     rounds: tuple[int, ...] = (6,)
-    """maximum turns per episode; several values: a growing horizon [paper: 10 20 30]"""
+    """maximum turns per episode; give several values for a growing horizon [paper: 10 20 30]"""
     lora_rank: int = 0
-    """rank of LoRA adapters (they need a 10x --learning-rate); 0: train all weights [paper: 0]"""
+    """rank of LoRA adapters (raise --learning-rate tenfold for them);
+    0: train all weights [paper: 0]"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """number format that the networks compute in; auto: measure which is faster here"""
+    """number format to compute in; auto: the one measured to be faster on this machine"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, a third more time [paper: on]"""
+    """recompute activations in the backward pass to save memory; a third slower [paper: on]"""
     max_tokens_per_turn: int = 80  # maximum sampled tokens per turn [paper: 512]
-    max_trajectory_tokens: int = 1536  # maximum tokens per trajectory, with prompt [paper: 10752]
-    learning_rate: float = 4e-5  # learning rate of the policy, AdamW [paper: 1e-6]
+    max_trajectory_tokens: int = 1536
+    """maximum tokens per trajectory, including the prompt [paper: 10752]"""
+    learning_rate: float = 4e-5  # learning rate of the policy (AdamW) [paper: 1e-6]
     learning_rate_decay_steps: int = 60
-    """linear decay to 1/N of --learning-rate in N steps, then constant; 0: no decay [paper: 0]"""
+    """decay linearly to 1/N of --learning-rate in N steps, then stay constant;
+    0: no decay [paper: 0]"""
     # Limits
-    max_sync_error: float = 0.1  # stop if sampler and trainer log-probs differ by more (mean, nats)
+    max_sync_error: float = 0.1
+    """stop if sampler and trainer log-probs differ by more than this on average (nats)"""
     max_env_failures: float = 0.2
     """stop if an environment loses more than this share of a step's trajectories (0..1)"""
-    on_collapse: Literal["stop", "warn", "off"] = "stop"  # reaction to signs of training collapse
+    on_collapse: Literal["stop", "warn", "off"] = "stop"  # what to do at signs of training collapse
     # Evaluation, files
     eval_every: int = 20
-    """evaluate held-out tasks before the first step, every N steps, and at the end; 0: never"""
+    """evaluate on held-out tasks before the first step, every N steps, and at the end; 0: never"""
     eval_tasks: str | None = None
-    """held-out tasks, as for --tasks (none: the test split, or short tasks for the small models)"""
-    eval_subtasks: tuple[str, ...] | None = None  # evaluate only these sub-tasks (none: --subtasks)
+    """held-out tasks, given like --tasks;
+    if not given, the test split, or a list of short tasks for the small models"""
+    eval_subtasks: tuple[str, ...] | None = None
+    """evaluate only on these sub-tasks; if not given, on those of --subtasks"""
     eval_samples: int = 4  # episodes per held-out task [paper: 1]
     eval_start_samples: int = 1  # episodes per held-out task before the first step
     eval_rounds: int | None = None
-    """maximum turns in evaluation (none: the largest of --rounds) [paper: 30]"""
-    stop_at: float | None = None  # stop when held-out success reaches this (0..1; none: never)
+    """maximum turns in evaluation [paper: 30]; if not given, the largest of --rounds"""
+    stop_at: float | None = None
+    """stop when held-out success reaches this (0..1); if not given, never"""
     save_every: int = 20  # write a checkpoint every N steps and at the end [paper: 25]
     keep_last: int = 2  # how many of the latest checkpoints to keep, besides the best
-    run_dir: str | None = None  # folder of the run (none: runs/<env>-<method>-<date-time>)
+    run_dir: str | None = None
+    """folder of the run; if not given, runs/<env>-<method>-<date-time>"""
     resume: bool = False  # continue the run in --run-dir from its latest checkpoint
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """also send each step's metrics to these trackers; install their packages first"""
-    seed: int = 0  # seed of task order, environments and sampling
+    seed: int = 0  # seed for task order, environments and sampling
     deterministic: bool = False
-    """bitwise repeatable (tested on CPUs): transformers, float32, one sequence at a time"""
+    """make the run bitwise repeatable (tested on CPUs):
+    sample with transformers in float32, one sequence at a time"""
     record_state: bool = False  # record the environment's state (inventory, map) for the viewer
 
     @property
@@ -212,7 +230,7 @@ class RunConfig(UpdateOptions):
 
     @property
     def fixed_on_resume(self) -> frozenset[str]:
-        """Options in CHANGEABLE_ON_RESUME that this method must keep nevertheless."""
+        """Options in CHANGEABLE_ON_RESUME that this method does not allow to change."""
         return frozenset()
 
     @property
@@ -229,25 +247,26 @@ class RunConfig(UpdateOptions):
         check_ranges(self)
         check_environments(self)
         if self.stop_at is not None and not (self.stop_at and self.eval_every):
-            raise Misuse("--stop-at needs held-out success: it and --eval-every must be above 0")
+            raise Misuse("--stop-at needs evaluations: it and --eval-every must both be above 0")
         turn, trajectory = self.max_tokens_per_turn, self.max_trajectory_tokens
         if turn >= trajectory:
             limit = f"--max-trajectory-tokens {trajectory}"
             raise Misuse(f"--max-tokens-per-turn {turn} must be below {limit}")
         if self.engine_url and self.engine_devices:
-            raise Misuse("--engine-url and --engine-devices cannot be combined; give one of them")
+            raise Misuse("--engine-url and --engine-devices cannot be combined; give only one")
         if (self.engine_url or self.engine_devices) and self.engine != "vllm":
-            raise Misuse("--engine-url and --engine-devices need --engine vllm; no --deterministic")
+            need = "need --engine vllm, without --deterministic"
+            raise Misuse(f"--engine-url and --engine-devices {need}")
         for name in self.log_to:
             if importlib.util.find_spec(name) is None:
                 raise Misuse(f"--log-to {name} needs a package: pip install {name}")
 
     def unused_options(self) -> Iterator[tuple[str, str]]:
-        """(option, reason) for options without effect in this run, to note if the user set them."""
+        """(option, reason) for each option without effect in this run; shown if the user set it."""
         return iter(())
 
     def notes(self) -> Iterator[str]:
-        """Warnings about a run that is possible but perhaps not what the user meant."""
+        """Warnings about a run that is valid but perhaps not what the user meant."""
         return iter(())
 
 
@@ -273,21 +292,24 @@ class Config(RunConfig, Objective):
     algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """advantage estimator; ppo also trains a critic [paper: grpo]"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
-    """fixed: one horizon;
-    scaling_inter_stepwise: the next of --rounds every --steps-scaling-inter steps [paper: both]"""
-    steps_scaling_inter: int = 100  # steps at each horizon of scaling_inter_stepwise [paper: 100]
+    """fixed: one horizon; scaling_inter_stepwise: go to the next value of --rounds
+    every --steps-scaling-inter steps [paper: both]"""
+    steps_scaling_inter: int = 100  # steps at each horizon (scaling_inter_stepwise) [paper: 100]
     tasks_per_step: int = 8  # tasks drawn per step [paper: 32]
     group_size: int = 8  # trajectories per task [paper: 8]
-    critic_learning_rate: float = 1e-4  # learning rate of PPO's critic, AdamW [paper: 1e-5]
-    gamma: float = 1.0  # discount per policy token (ppo, reinforce_plus_plus) [paper: 1.0]
+    critic_learning_rate: float = 1e-4  # learning rate of PPO's critic (AdamW) [paper: 1e-5]
+    gamma: float = 1.0  # discount factor per policy token (ppo, reinforce_plus_plus) [paper: 1.0]
     lam: float = 1.0  # lambda of generalized advantage estimation (ppo) [paper: 1.0]
-    kl_coef: float = 0.0  # weight in the reward of the KL to the initial policy [paper: 0.0]
-    kl_target: float | None = None  # adapt --kl-coef to hold this KL (nats per token; none: do not)
+    kl_coef: float = 0.0
+    """weight of the KL penalty (against the initial policy) in the reward [paper: 0.0]"""
+    kl_target: float | None = None
+    """adapt --kl-coef to hold this KL (nats per token); if not given, keep it fixed"""
     skip_zero_variance: bool = True
-    """leave groups with equal returns out of the update (grpo, rloo): their
-    advantages are 0, unless --kl-coef or --normalize-per-env changes them"""
+    """leave groups whose returns are all equal out of the update (grpo, rloo);
+    their advantages are 0, unless --kl-coef or --normalize-per-env changes them"""
     normalize_per_env: bool = False  # whiten advantages in each environment separately
-    shuffle_rewards: bool = False  # control: shuffle each step's rewards, so nothing can be learned
+    shuffle_rewards: bool = False
+    """control experiment: shuffle each step's rewards, so that nothing can be learned"""
 
     @property
     def name(self) -> str:
@@ -316,11 +338,11 @@ class Config(RunConfig, Objective):
         for c in config_per_env(self):
             make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
             if c.rounds_scheduler != "fixed" and len(c.rounds) == 1:
-                raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several numbers")
+                raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several values")
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.group_size < 2 and self.algorithm in GROUP_ALGORITHMS:
-            raise Misuse(f"--group-size 1: {self.algorithm} compares samples; give 2 or more")
+            raise Misuse(f"--group-size 1: {self.algorithm} compares samples; give at least 2")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
             raise Misuse("--kl-target adapts --kl-coef: both must be above 0")
         if self.kl_loss_coef and self.kl_estimator == "k1":
@@ -340,7 +362,8 @@ class Config(RunConfig, Objective):
     def notes(self) -> Iterator[str]:
         last_change = self.steps_scaling_inter * (len(self.rounds) - 1)
         if self.rounds_scheduler != "fixed" and self.steps <= last_change:
-            yield f"the last of --rounds begins after step {last_change}; --steps is {self.steps}"
+            steps = f"but --steps is {self.steps}"
+            yield f"the last of --rounds begins only after step {last_change}, {steps}"
 
 
 # ------------------------------------------------------------------------------------------ presets
@@ -379,7 +402,7 @@ def has_gpu() -> bool:
 
 
 def preset_of(model: str | None = None) -> str:
-    """The default preset: by the machine, except that small models always use laptop."""
+    """The default preset: paper with a GPU, except for the small models; otherwise laptop."""
     return "laptop" if model in SMALL_MODELS or not has_gpu() else "paper"
 
 
@@ -390,8 +413,8 @@ def with_preset(
 ) -> Options:
     """Options of class `kind` with the values that a preset has for `env`.
 
-    With several environments, a number is the largest of theirs, and --rounds stays empty because
-    each has its own. Raises ValueError for an unknown preset or environment.
+    With several environments, each number is the largest among them, and --rounds stays empty
+    because each environment has its own. Raises ValueError for an unknown preset or environment.
     """
     names = kind.__dataclass_fields__.keys() - kind.outside_presets - set(LIST_OPTIONS)
     settings = []
@@ -430,7 +453,7 @@ def options(env: str = Config.env, **changes: Any) -> Config:
 
 
 def complete(config: Options) -> Options:
-    """Fill in options that follow from others: the id lists, and the engine of --deterministic."""
+    """Fill in options that others imply: the task lists, and the engine for --deterministic."""
     if config.deterministic:
         config = replace(config, engine="transformers")
     if len(names_of(config.env)) > 1:
@@ -490,7 +513,7 @@ def tasks_of(config: RunConfig) -> list[Task]:
 
 
 def held_out_tasks(config: RunConfig) -> list[Task]:
-    """The tasks of --eval-tasks or of the test split, restricted to the evaluated sub-tasks."""
+    """The tasks of --eval-tasks or of the test split, limited to the sub-tasks of evaluation."""
     tasks: list[Task] = []
     for c in config_per_env(config) if config.eval_every else ():
         split = None if c.eval_tasks else "test"
@@ -499,7 +522,7 @@ def held_out_tasks(config: RunConfig) -> list[Task]:
 
 
 def horizons_of(config: RunConfig) -> dict[str, int]:
-    """Environment -> maximum turns of a training episode, at the end of the schedule."""
+    """Environment -> maximum turns of a training episode at the end of the schedule."""
     return {env_name(c.env): max(c.rounds) for c in config_per_env(config)}
 
 
@@ -525,9 +548,9 @@ FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at")
 
 
 def checked(config: Options) -> Options:
-    """The options completed, checked, and with absolute paths, as config.json will hold them.
+    """The options as config.json will hold them: complete, checked, and with absolute paths.
 
-    Raises Misuse with one line that names the option, its value and what to do. Nothing is written.
+    Raises Misuse with one line that names the option, its value and what to do. Writes nothing.
     """
     with value_errors_as_misuse():
         config = complete(with_prompt(config))
@@ -588,11 +611,11 @@ def check_environments(config: RunConfig) -> None:
 
 
 def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:
-    """Raise ValueError unless each is an address, or the word `local` for an environment."""
+    """Raise ValueError unless each is a URL or, for --env-addr, the word `local`."""
     for address in addresses:
         if name == "env_addr" and address == LOCAL:
             if len(addresses) > 1:
-                raise ValueError(f"--env-addr {LOCAL} is not a server; give it alone")
+                raise ValueError(f"--env-addr {LOCAL} is not a server; give it without any URL")
             check_local(env)
         else:
             checked_url(address, flag(name))
@@ -607,17 +630,18 @@ def check_package(env: str) -> None:
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Raise Misuse for a directory that holds a run, or that cannot be created."""
+    """Raise Misuse for a folder that already holds a run or that cannot be created."""
     path = Path(config.run_dir or "runs")
     if config.run_dir and not config.resume and (path / "config.json").exists():
-        raise Misuse(f"--run-dir {path} holds a run; add --resume to continue, or choose another")
+        advice = "add --resume to continue it, or choose another folder"
+        raise Misuse(f"--run-dir {path} already holds a run; {advice}")
     parent = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise Misuse(f"--run-dir {path} cannot be created: {parent} is not a writable folder")
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """Warnings about a run that is possible but perhaps not what the user meant."""
+    """Warnings about a run that is valid but perhaps not what the user meant."""
     if (config.tasks or config.split) and not learns_only_from_files(config.method, vars(config)):
         held_out = {task.task_id for task in held_out_tasks(config)}
         if overlap := held_out & {task.task_id for task in tasks_of(config)}:
@@ -632,8 +656,8 @@ def notes(config: RunConfig) -> Iterator[str]:
 def parse_command_line(
     kind: type[T], argv: Sequence[str] | None, prog: str, default: T | None = None, about: str = ""
 ) -> T:
-    """Parse a command line into a dataclass, with a flag for every field. Other fields have the
-    value of `default`, or else the default of the class.
+    """Parse a command line into a dataclass, with a flag for every field. A field whose flag is not
+    given has its value in `default`, or the class's own default if `default` is None.
 
     Raises Misuse if the arguments cannot be read, and SystemExit with code 0 after --help.
     """
@@ -649,7 +673,7 @@ def parse_command_line(
     except SystemExit as stop:
         if not stop.code:
             raise
-    # tyro draws a box and lists similar names: keep the message and the first of the names.
+    # tyro draws a box and lists similar names: keep the message and the first name.
     _, *lines = (line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines())
     problem = " ".join(takewhile(bool, lines))
     if "Perhaps you meant:" in lines:
@@ -678,9 +702,9 @@ def flag_values(argv: Sequence[str]) -> dict[str, list[str]]:
 def read_command_line(
     argv: Sequence[str] | None, kind: type[Options], summary: str = ""
 ) -> tuple[Options, list[str]]:
-    """The options of a command line, not yet checked, and a note for each one without effect.
+    """The options of a command line, not yet checked, and a note for each option without effect.
 
-    Raises as `parse_command_line`, and Misuse for an option file that cannot be read.
+    Raises what `parse_command_line` raises, and Misuse for an option file that cannot be read.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     user_values = {name: " ".join(values) for name, values in flag_values(words).items()}
@@ -692,7 +716,7 @@ def read_command_line(
     config = parse_command_line(kind, words, kind.program, default, summary)
     for name, value in user_values.items():
         if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
-            raise Misuse(f"{flag(name)} needs at least one value; leave it out for its default")
+            raise Misuse(f"{flag(name)} needs at least one value; leave it out to get its default")
     unused = {name: reason for name, reason in _unused_options(config) if name in user_values}
     return config, [f"{flag(name)} has no effect here: {why}" for name, why in unused.items()]
 
@@ -706,7 +730,7 @@ def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
         or config.engine_url
         or config.engine_devices
     ):
-        yield "enforce_eager", "it is for vLLM in this process"
+        yield "enforce_eager", "it applies only to vLLM in this process"
     if config.tasks:
         yield "split", f"--tasks {config.tasks} names the tasks"
     if not config.eval_every:
@@ -716,11 +740,11 @@ def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _defaults_for(user_values: Mapping[str, str], kind: type[Options]) -> Options:
-    """Defaults for the options not on the command line: from --config first, then a preset."""
+    """Values for the options not on the command line: from --config first, then from a preset."""
     saved = dict[str, Any]()
     if file := user_values.get("config"):
         if "preset" in user_values:
-            raise Misuse("--config and --preset both set the defaults; give one")
+            raise Misuse("--config and --preset both set the defaults; give only one")
         _, saved = options_in(Path(file), f"--config {file}", kind)
         saved = {n: v for n, v in saved.items() if n not in PER_RUN_OPTIONS} | {"config": file}
     values = saved | {name: value for name, value in user_values.items() if value}
@@ -741,11 +765,11 @@ FILE_OPTIONS = ("data", "pairs", "expert", "experience")  # of sft.py, dpo.py an
 
 
 def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict[str, Any]]:
-    """The method and the options in a run's config.json, or in a JSON object of options. From a run
-    of another method, only options that all methods share and that presets set.
+    """The method and the options in a run's config.json, or in a JSON object of options. If the run
+    used another method, only the options that all methods share and the presets of `kind` may set.
 
-    Raises Misuse, with a text that begins with `where`, if the file holds no options, or if this
-    version does not have one of the names or values.
+    Raises Misuse, with a message that begins with `where`, if the file holds no options, or holds a
+    name or value that this version does not have.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -767,8 +791,8 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
 
 
 def saved_config(run_dir: str | None, kind: type[Options]) -> Options:
-    """The options that the run in `run_dir` was started with. `kind` RunConfig reads a run of any
-    method. Raises Misuse if the folder holds no run, or a run of another method."""
+    """The options that the run in `run_dir` was started with. With RunConfig as `kind` it reads a
+    run of any method. Raises Misuse if the folder holds no run, or a run of another method."""
     if not run_dir:
         raise Misuse("--resume needs --run-dir, the folder of the run to continue")
     method, saved = options_in(Path(run_dir) / "config.json", f"--run-dir {run_dir}", kind)
@@ -811,11 +835,11 @@ def check_resumed(config: RunConfig) -> None:
     steps = [int(path.name[5:]) for path in checkpoints if path.name[5:].isdecimal()]
     last_step = max(steps, default=0)
     if 0 < config.steps < last_step:  # 0: --epochs sets the number
-        raise Misuse(f"--steps {config.steps}: this run has done {last_step}; give that or more")
+        raise Misuse(f"--steps {config.steps}: this run is at step {last_step}; give at least that")
 
 
 def with_prompt(config: T) -> T:
-    """Replace the file name in --prompt by the messages in the file, as JSON, so that config.json
+    """Replace the file name in --prompt with the messages in the file, as JSON, so that config.json
     records the prompt itself. Idempotent. Raises ValueError for a file that cannot be read, or
     whose messages cannot precede a first observation."""
     file = config.prompt

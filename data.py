@@ -1,4 +1,4 @@
-"""Conversations to learn from, their tokens, and oracles that demonstrate.
+"""Training conversations: their format, their tokens, and oracles that play demonstrations.
 
 A conversation has the format of AgentGym's data (AgentTraj):
 
@@ -9,9 +9,9 @@ A conversation has the format of AgentGym's data (AgentTraj):
 `encode` turns a conversation into token ids with the code that sampling uses (`RolloutHandler`).
 The policy therefore trains on exactly the sequences that it will see. loss_mask is 1 on `gpt` turns
 with `loss` true. A conversation from a run contains the sampled ids, because encoding its text
-again can produce other tokens.
+again can produce different tokens.
 
-An oracle demonstrates tasks: in each turn the environment server returns a good action over HTTP.
+An oracle demonstrates tasks: for each turn, it gets a good action from the environment server.
 formats.py reads conversations from files and earlier runs.
 
 Read next: sft.py. Lesson: tutorials/14_imitation.md.
@@ -52,7 +52,7 @@ Texts = tuple[tuple[str, str], ...]  # (speaker, text) of turns
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 NAMES = {role: name for name, role in ROLES.items()}
-ROUNDING = 1e-6  # a return is a sum of increments, so a return of 1 can be slightly below 1
+ROUNDING = 1e-6  # a return is a sum of increments, so 1 can come out slightly lower
 
 
 def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
@@ -74,7 +74,7 @@ class Example:
 
     record: Record
     trajectory: RolloutHandler
-    is_reencoded: bool = False  # another tokenizer sampled it, so its text was encoded
+    is_reencoded: bool = False  # sampled with another tokenizer, so its text was encoded again
 
     @property
     def task_id(self) -> str:
@@ -87,7 +87,7 @@ class Example:
 
     @cached_property
     def parts(self) -> tuple[Texts, Texts]:
-        """The opening, up to the first observation, and the turns from the first to the last
+        """The opening (through the first observation), and the turns from the first to the last
         action."""
         prompt, (observation, *turns) = parts_of(self.record)
         if turns[-1]["from"] == "human":  # the sequence ends with the last action
@@ -97,7 +97,7 @@ class Example:
 
 
 def parts_of(record: Record) -> tuple[list[Any], list[Any]]:
-    """The prompt, and the turns, in which observation and action alternate. The turns start with
+    """The prompt, and the turns after it: observations and actions that alternate, starting with
     the observation before the first action that has loss."""
     turns = record["conversations"]
     is_learned = [turn["from"] == "gpt" and bool(turn.get("loss")) for turn in turns]
@@ -106,10 +106,10 @@ def parts_of(record: Record) -> tuple[list[Any], list[Any]]:
 
 
 def encode(chat: ChatTemplate, record: Record) -> Example:
-    """Encode a record as sampling would have. Sampled ids of a turn are used if this tokenizer
+    """Encode a record as sampling would have done. A turn's sampled ids are used if this tokenizer
     decodes them to the same text.
 
-    NOTE: without its ids, an action that a token limit cut short is encoded with an end-of-turn,
+    NOTE: without ids, an action that was cut at a token limit is encoded with an end-of-turn token,
     as if the policy had ended it.
     """
     prompt_part, (opening, *turns) = parts_of(record)
@@ -154,9 +154,9 @@ class OracleStyle(NamedTuple):
 
     slips: probability of a wrong move before the next right one (0..1). A perfect player never
         shows how to recover from a mistake. A policy that imitated only perfect play repeats a
-        failing command until its turns are used up. A slip is an action that is right later or was
-        right before. It has "loss" false: the policy sees its result and the recovery, but does
-        not imitate the slip itself.
+        failing command until its turns are used up. A slip is an action that will be right later
+        or was right before. It has "loss" false: the policy sees its result and the recovery, but
+        does not imitate the slip itself.
     thoughts: whether the oracle explains its actions; without thoughts a turn is a third as long.
     """
 
@@ -170,7 +170,7 @@ PLAIN = OracleStyle()
 def demonstrate(
     client: EnvClient, task: Task, seed: int, style: OracleStyle = PLAIN
 ) -> Record | None:
-    """Let the oracle play one task, as text over HTTP, through the client that training uses.
+    """Let the oracle play one task as text over HTTP, through the same client as in training.
     Returns None if it failed, knew no move, or needed more than MAX_TURNS.
 
     Raises:
@@ -191,7 +191,7 @@ def demonstrate(
 
 
 def _play_with_retries(client: EnvClient, *arguments: Any) -> Record | None:
-    """Call `_play`, again if the environment fails, because a warm start can take hours."""
+    """Call `_play`; retry if the environment fails, because a warm start can take hours."""
     for _ in range(NUM_ATTEMPTS - 1):
         with suppress(EnvConnectionError, EnvTimeout, EnvServerError):
             return _play(client, *arguments)
@@ -219,7 +219,7 @@ def _play(
         turns.append({"from": "gpt", "loss": is_right, "value": text})
         observation, _, terminated, truncated, info = client.step(text)
         if terminated or truncated:
-            # An episode that only slips solved has no action to imitate.
+            # An episode solved by slips alone has no action to imitate.
             is_solved = info["success"] and num_done
             return {"item_id": task.task_id, "conversations": turns} if is_solved else None
     return None
@@ -231,8 +231,8 @@ def prompt_turns(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[Task, int]]:
-    """(task, seed) in the order to try them: alternate sub-tasks, and use a task again, with the
-    next seed, after all others. Yields 4 * `count` pairs, because some fail."""
+    """(task, seed) in the order to try them. Sub-tasks alternate, and a task is repeated, with the
+    next seed, after all others of its sub-task. Yields 4 * `count` pairs, because some fail."""
     rng = random.Random(seed)
     by_subtask: dict[str, list[Task]] = {}
     for task in tasks:
@@ -290,7 +290,7 @@ def demonstrations(
     Args:
         tasks: sub-tasks get equal shares.
         seed: selects the tasks, and is the first seed of their episodes.
-        urls: servers of the environment; without any, one is started.
+        urls: servers of the environment; if empty, one is started.
     Raises:
         ValueError: the oracle failed at every task.
         EnvError: there is no server, or it has no oracle.
@@ -304,8 +304,8 @@ def demonstrations(
         records = play_demonstrations(env, tasks, count, seed, urls, style)
         if not records:
             raise ValueError(
-                f"the oracle of {env} solved none of {4 * count} tasks in {MAX_TURNS} turns each, "
-                "or knew no move"
+                f"the oracle of {env} solved none of {4 * count} tasks: it knew no move, or needed "
+                f"more than {MAX_TURNS} turns"
             )
         (folder / file.name).write_text(json.dumps(records, indent=1), encoding="utf-8")
 

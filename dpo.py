@@ -1,4 +1,4 @@
-"""Direct preference optimization: make the better of two trajectories likelier than the worse.
+"""Direct preference optimization: favour the better of two trajectories over the worse one.
 
 RLHF learns a reward from pairs, then maximises it under a penalty for moving away from a reference
 policy. The maximum has a closed form:
@@ -19,14 +19,14 @@ stored with the pairs in `pairs/iteration_001.jsonl`, so a second copy of the mo
       ──> 1 pairs, with the reference's log-probs ──> 2 update ──> 3 measure, log, save
 
 The loss depends only on the margin h, so both likelihoods can fall. If the likelihood of the better
-trajectory falls far, the policy drifts to a third behaviour: watch preference/chosen_log_prob.
-Agents are prone to this, because a failed trajectory is longer than a success and most of its
-actions were right. --sft-coef therefore adds imitation of the better trajectory (arXiv 2404.19733;
-RESULTS.md has runs without it).
+trajectory falls far, the policy drifts towards some third behaviour: watch
+preference/chosen_log_prob. This happens easily with agents, because a failed trajectory is longer
+than a successful one and most of its actions were right. --sft-coef therefore adds imitation of the
+better trajectory (arXiv 2404.19733; RESULTS.md has runs without it).
 
-    python dpo.py --env textcraft                                     # plays to get pairs
+    python dpo.py --env textcraft                                     # pairs from its own play
     python dpo.py --data runs/NAME                                    # pairs from an earlier run
-    python dpo.py --expert demos.json --experience runs/NAME          # an expert against the policy
+    python dpo.py --expert demos.json --experience runs/NAME          # an expert over the policy
     python dpo.py --pairs pairs.json --model X --warm-start never     # files: docs/data.md
 
 Shapes: P pairs, B = 2P rows. Read first: sft.py. Read next: agentevol.py.
@@ -97,31 +97,35 @@ class DpoConfig(IteratedConfig):
     folder: ClassVar[str] = "pairs"
     paper_values: ClassVar[dict[str, Any]] = {"learning_rate": 5e-7, "beta": 0.5, "sft_coef": 0.0}
 
-    # The pairs; without any of these files the policy plays to get them
-    pairs: tuple[str, ...] = ()  # pair files: {"id", "prompt", "chosen", "rejected"}
+    # The pairs
+    pairs: tuple[str, ...] = ()
+    """pair files: {"id", "prompt", "chosen", "rejected"} (docs/data.md);
+    without --pairs, --data and --expert, the policy plays to get pairs"""
     data: tuple[str, ...] = ()
-    """runs, or conversations with returns: better and worse episodes of a task become pairs"""
-    expert: tuple[str, ...] = ()  # conversations to prefer over those of --experience
-    experience: tuple[str, ...] = ()  # conversations of the policy at the tasks of --expert
-    min_gap: float = 0.5  # minimum difference between the returns of a pair (0..1)
+    """run folders, or conversations with returns; better and worse episodes of a task are paired"""
+    expert: tuple[str, ...] = ()  # conversations to prefer over those in --experience
+    experience: tuple[str, ...] = ()  # conversations of the policy on the tasks of --expert
+    min_gap: float = 0.5  # minimum difference between the two returns of a pair (0..1)
     min_return: float = 0.0  # minimum return of the chosen trajectory (0..1)
     pairs_per_task: int = 4
-    """maximum pairs per task: those with the largest gaps, or the first ones in --pairs files"""
+    """maximum pairs per task; the ones with the largest gaps are used (with --pairs, the first)"""
     # The loss
-    beta: float = 0.1  # pull towards the reference policy; the smaller the weaker [paper: 0.5]
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # sigmoid: DPO; hinge: as in SLiC
-    label_smoothing: float = 0.0  # probability that a pair is swapped (sigmoid only; 0..0.5)
+    beta: float = 0.1  # strength of the pull towards the reference policy [paper: 0.5]
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """sigmoid: DPO; ipo: IPO; hinge: as in SLiC"""
+    label_smoothing: float = 0.0
+    """assumed probability that chosen and rejected are swapped (0..0.5; only with sigmoid)"""
     sft_coef: float = 1.0
-    """weight of imitating the chosen trajectory, to keep its likelihood up;
-    per token; 0: DPO without imitation [paper: 0]"""
+    """weight of the imitation loss per token on the chosen trajectory;
+    it keeps the likelihood up; 0: DPO without imitation [paper: 0]"""
     # Training
-    iterations: int = 6  # how often the policy plays; --steps are divided among them
+    iterations: int = 6  # number of iterations; each plays, then takes an equal share of --steps
     tasks_per_iteration: int = 48  # tasks played in each iteration
     steps: int = 18
-    """total training steps, with those before a resume;
-    one pass over n pairs takes 2 n / --mini-batch-size steps, rounded up"""
-    mini_batch_size: int = 64  # trajectories per step, two of each pair
-    learning_rate: float = 4e-5  # learning rate of the policy, AdamW [paper: 5e-7]
+    """total training steps, including those before a resume;
+    one pass over n pairs takes 2n / --mini-batch-size steps, rounded up"""
+    mini_batch_size: int = 64  # trajectories per step, two for each pair
+    learning_rate: float = 4e-5  # learning rate of the policy (AdamW) [paper: 5e-7]
     eval_every: int = 9
     save_every: int = 9  # write a checkpoint every N steps and at the end
 
@@ -135,9 +139,9 @@ class DpoConfig(IteratedConfig):
         is_even = self.mini_batch_size % 2 == 0
         self.require("mini_batch_size", is_even, "must be even: a pair is two trajectories")
         if bool(self.expert) != bool(self.experience):
-            raise Misuse("--expert and --experience need each other; give both")
+            raise Misuse("--expert and --experience work together; give both")
         if sum(map(bool, (self.pairs, self.data, self.expert))) > 1:
-            raise Misuse("--pairs, --data and --expert are alternative sources of pairs; give one")
+            raise Misuse("--pairs, --data and --expert are alternatives; give only one")
         if self.learns_from_play:
             self.require("group_size", self.group_size >= 2, "must be at least 2 to form pairs")
 
@@ -145,7 +149,7 @@ class DpoConfig(IteratedConfig):
         yield from self.unused_without_play()
         if not self.learns_from_play:
             for name in ("iterations", "tasks_per_iteration", "group_size", "env_weights"):
-                yield name, "the pairs come from files, so nothing is played for them"
+                yield name, "the pairs come from files, not from play"
 
     @property
     def num_iterations(self) -> int:
@@ -164,7 +168,7 @@ class DpoConfig(IteratedConfig):
 
 
 def train(config: DpoConfig) -> Run:
-    """Train on pairs; returns the closed run. Raises Misuse before writing anything."""
+    """Train on pairs; returns the closed run. Raises Misuse only before anything is written."""
     config = checked(config)
     file_pairs = None if config.learns_from_play else load_pairs(config)
     with open_session(config, MethodWorker) as session:
@@ -212,7 +216,7 @@ def train(config: DpoConfig) -> Run:
 
 
 class PreferenceLoss(NamedTuple):
-    """Scalars. `loss` has a gradient; the others are detached means over pairs."""
+    """Scalars. `loss` has a gradient; the other fields are detached means over pairs."""
 
     loss: Tensor
     margin: Tensor  # chosen_reward − rejected_reward = β h; 0 if the policy equals the reference
@@ -258,7 +262,7 @@ def preference_loss(
         kind: a key of PREFERENCES.
         denominator: N, the number of pairs in the *whole* mini-batch; None: in this call.
     Raises:
-        ValueError: log-probs are per token.
+        ValueError: the log-probs are per token.
     """
     if chosen.dim() != 1:
         raise ValueError("sum the log-probs of a trajectory over its policy tokens")
@@ -281,7 +285,7 @@ def prefer(
     """One optimizer step on pairs.
 
     Args:
-        batch: rows 2i and 2i + 1 are chosen and rejected of pair i; ref_sums is set.
+        batch: rows 2i and 2i + 1 are the chosen and rejected side of pair i; ref_sums is set.
     Returns:
         `policy/*` and `preference/*` metrics, means over pairs.
     """
@@ -320,8 +324,8 @@ def prefer(
 #       ├─ a₀ o₁ a₁          return 0.5    1 > 0 is a pair with a gap of 1; with min_gap 0.5,
 #       └─ a₀                return 0      1 > 0.5 and 0.5 > 0 are pairs too
 #
-# If the environment seeds are known they must be equal. Otherwise the better trajectory may have
-# had an easier episode, and the pair would teach luck.
+# If the environment seeds are known, they must be equal. Otherwise the better trajectory might
+# have had an easier episode, and the pair would reward luck.
 
 
 class Pair(NamedTuple):
@@ -349,10 +353,10 @@ def pairs_of(examples: Iterable[Example], config: DpoConfig, counts: Counter[str
     does not depend on the order of `examples`.
 
     Args:
-        counts: the number of pairs left out, by reason, is added here; "no partner" counts openings
-            at which no trajectory is better than another.
+        counts: the numbers of pairs left out are added here, by reason; "no partner" counts
+            openings at which no trajectory is better than another.
     Raises:
-        ValueError: an example has no return; names the example.
+        ValueError: an example has no return; the message names it.
     """
     candidates = {}
     for key, members in _group_by_opening(examples).items():
@@ -369,8 +373,8 @@ def pairs_of_experts(
     config: DpoConfig,
     counts: Counter[str],
 ) -> list[Pair]:
-    """Pair an expert's trajectories with the policy's from the same opening. If a return is unknown
-    the expert counts as better, unless both have the same actions."""
+    """Pair an expert's trajectories with the policy's from the same opening. If a return is
+    unknown, the expert counts as better, unless both have the same actions."""
     experts, policy = _group_by_opening(expert), _group_by_opening(experience)
     candidates = {
         key: [Pair(*pair) for pair in product(experts.get(key, ()), policy.get(key, ()))]
@@ -412,7 +416,7 @@ def _select(
 
 
 def _filter(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> list[Pair]:
-    """The pairs to learn from. Each other pair is counted under one reason."""
+    """The pairs to learn from. All other pairs are counted, each under one reason."""
     usable: list[Pair] = []
     per_task: Counter[str] = Counter()
     texts: set[tuple[Texts, Texts, Texts]] = set()
@@ -435,8 +439,8 @@ def _filter(pairs: Iterable[Pair], config: DpoConfig, counts: Counter[str]) -> l
 
 
 def batch_of(pairs: Sequence[Pair], pad_id: int) -> Batch:
-    """Rows 2i and 2i + 1 are chosen and rejected of pair i. They form group i, whose opening is
-    then computed only once (scale/prefix.py)."""
+    """Rows 2i and 2i + 1 are the chosen and rejected side of pair i. They form group i, so that
+    their opening is computed only once (scale/prefix.py)."""
     sides = [(i, example) for i, pair in enumerate(pairs) for example in pair]
     return make_batch([replace(e.trajectory, group_id=i) for i, e in sides], pad_id)
 
@@ -448,13 +452,14 @@ def pairs_of_iteration(
     file_pairs: Sequence[Pair] | None,
 ) -> tuple[list[Pair], Tensor, dict[str, Any]]:
     """An iteration's pairs, the reference's log-probs (P, 2), and metrics of the pairs. They are
-    read from the run if it has them; otherwise the current policy makes them, as the reference.
+    read from the run if it has them. Otherwise they are made now: the current policy is the
+    reference.
 
     Args:
         file_pairs: pairs from files; None: the policy plays.
     Raises:
-        TrainingError: the first iteration has no pair; or the pairs of an iteration that has begun
-            are missing in the run.
+        TrainingError: the first iteration has no pairs, or the pairs of an iteration that has begun
+            are missing from the run.
     """
     w, config = session.worker, session.config
     assert isinstance(config, DpoConfig)
@@ -496,11 +501,11 @@ def describe(pairs: Sequence[Pair], counts: Counter[str]) -> str:
 
 
 def sample_for_steps(pairs: list[Pair], config: DpoConfig, iteration: int) -> list[Pair]:
-    """Sample as many pairs as this iteration will use; the others need no reference log-probs."""
+    """Sample as many pairs as this iteration uses, so that the rest need no reference log-probs."""
     limit = config.steps_per_iteration * config.mini_batch_size // 2
     if len(pairs) <= limit:
         return pairs
-    distributed.say(f"{limit} of these pairs are used, which is enough for the iteration's steps")
+    distributed.say(f"the steps of this iteration use {limit} of these pairs, sampled at random")
     rng = random.Random(f"dpo/{config.seed}/{iteration}")
     return [pairs[index] for index in sorted(rng.sample(range(len(pairs)), limit))]
 
@@ -535,7 +540,7 @@ def load_pairs(config: DpoConfig) -> list[Pair]:
     """The pairs from files and runs. Collective.
 
     Raises:
-        Misuse: a file cannot be read, or no pair is left; says why.
+        Misuse: a file cannot be read, or no pair is left; the message says why.
     """
     if config.has_saved_inputs:
         return []  # the run has stored them, with the reference's log-probs
@@ -556,7 +561,7 @@ def load_pairs(config: DpoConfig) -> list[Pair]:
             pairs = pairs_of_experts(expert, experience, config, counts)
         report = describe(pairs, counts)
         if not pairs:
-            raise ValueError(f"{report}; a pair needs equal item_ids and equal openings")
+            raise ValueError(f"{report}; a pair needs the same item_id and the same opening")
         distributed.say(report)
         return pairs
 
@@ -568,7 +573,7 @@ def load_pairs(config: DpoConfig) -> list[Pair]:
 def read_pairs(
     chat: ChatTemplate, paths: Sequence[Path], config: DpoConfig, counts: Counter[str]
 ) -> list[Pair]:
-    """The pairs in files, in their order; only the first --pairs-per-task of each task.
+    """The pairs in files, in order; at most the first --pairs-per-task of each task.
 
         {"id": "textcraft_31", "prompt": [{"from": "human", "value": "Goal: ..."}],
          "chosen": [{"from": "gpt", "value": ...}, {"from": "human", ...}, ...], "rejected": [...]}
@@ -587,7 +592,7 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
     """Convert an object of a pair file to a pair; `name` is the task of an object without an id.
 
     Raises:
-        ValueError: it is not a pair; says why.
+        ValueError: it is not a pair; the message says why.
     """
     sides = ("chosen", "rejected")
     if not isinstance(content, dict) or not all(side in content for side in sides):
@@ -596,7 +601,7 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
     records = {side: content[side] if isinstance(content[side], dict) else {} for side in sides}
     ids = [o["item_id"] for o in (content, *records.values()) if o.get("item_id") is not None]
     if len(set(map(str, ids))) > 1:
-        raise ValueError(f"a pair needs one task, but has {' and '.join(map(str, ids))}")
+        raise ValueError(f"both sides need the same task, not {' and '.join(map(str, ids))}")
     ids += [task_id for task_id in (content.get("id"), name) if task_id is not None]
     prompt = [] if content.get("prompt") is None else _turns(content["prompt"], "human")
     prompt = [turn | {"loss": False} for turn in prompt]
@@ -615,12 +620,12 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
             raise ValueError(f"{side}: {error}") from None
     pair = Pair(*examples)
     if pair.chosen.parts[0] != pair.rejected.parts[0]:
-        raise ValueError("chosen and rejected differ before the first action; expected one opening")
+        raise ValueError("chosen and rejected must be equal before the first action")
     return pair
 
 
 def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
-    """Convert a text, messages, turns or a conversation to turns."""
+    """Convert text, messages, turns or a conversation to turns."""
     if isinstance(content, dict):
         content = content.get("conversations", content.get("messages"))
     if isinstance(content, str) and content:
@@ -628,7 +633,7 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
     is_list = isinstance(content, list) and all(isinstance(turn, dict) for turn in content)
     if not content or not is_list:
         raise ValueError(
-            f"{repr(content)[:60]}: expected a text, or a list of "
+            f"{repr(content)[:60]}: expected text, or a list of "
             '{"from", "value"} or {"role", "content"}'
         )
     return turns_of(content) if any("role" in turn for turn in content) else content
@@ -640,7 +645,7 @@ def format_pair(pair: Pair) -> Record:
     prompt = pair.chosen.record["conversations"][:length]
     line: Record = {"id": pair.task_id, "prompt": prompt}
     for name, example in zip(("chosen", "rejected"), pair, strict=True):
-        # Write `loss` explicitly, because actions without it are learned.
+        # Write `loss` explicitly, because an action without it would be learned.
         turns = example.record["conversations"][length:]
         line[name] = [{"loss": None, **turn} for turn in turns]
         if "return" in example.record:

@@ -1,11 +1,11 @@
-"""Read conversations from files and earlier runs, as records of data.py.
+"""Read conversations from files and earlier runs into the records that data.py uses.
 
     AgentTraj   {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}
     messages    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
-    a run       runs/NAME: what its policy sampled in training, trajectories/step_*.jsonl
+    a run       runs/NAME: the trajectories its policy sampled in training (step_*.jsonl)
 
-A file is a JSON list or has one JSON object per line. Everything is checked here, when it is read.
-An error names the file, the line and the problem.
+A file is a JSON list or has one JSON object per line. Everything is checked here, as it is read. An
+error names the file, the line and the problem.
 
 Read next: sft.py. The formats in full: docs/data.md.
 """
@@ -51,8 +51,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_objects(files: Sequence[Path], parse: Callable[[Any, str], Item | None]) -> Iterator[Item]:
-    """Yield `parse(object, name)` for each object in the files, except None. Each object has a
-    different name, to use if it has no id.
+    """Yield `parse(object, name)` for each object in the files, unless it is None. Each object has
+    its own name, for use if it has no id.
 
     Raises:
         ValueError: names file, line and problem.
@@ -126,7 +126,9 @@ def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
         if role not in NAMES:
             raise ValueError(f"message {i} has role {role[:60]}, not one of {', '.join(NAMES)}")
         if message.get("tool_calls"):
-            raise ValueError(f"message {i} has tool_calls, which are not read: write them as text")
+            raise ValueError(
+                f"message {i} has tool_calls, which are not supported: write them as text"
+            )
         has_loss = role == "assistant" and bool(message.get("weight", 1))
         turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
     return turns
@@ -150,7 +152,7 @@ def record_of(trajectory: Trajectory) -> Record | None:
 
 
 def check_record(record: Record) -> Record:
-    """Return the record if it is a valid conversation with something to learn from.
+    """Return the record if it is valid and has something to learn from.
 
     Raises:
         ValueError: names the invalid turn and the problem.
@@ -165,7 +167,7 @@ def check_record(record: Record) -> Record:
             raise ValueError(f"{name}: turn {i} {problem}")
     actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
     if not actions:
-        hint = 'mark the gpt turns to learn with "loss": true'
+        hint = 'set "loss": true on the gpt turns to imitate'
         raise ValueError(f"{name} has nothing to learn from: {hint}")
     first = actions[0]
     if first == 0 or turns[first - 1]["from"] != "human":
@@ -183,7 +185,7 @@ def _problem_of_turn(turn: Any) -> str | None:
     if isinstance(turn.get("value"), list):
         return "has a list as its value: join its texts into one"
     if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
-        return "must be from human, gpt or system and have a text as its value"
+        return "must be from human, gpt or system, and its value must be text"
     ids = turn.get("ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return "has ids that are not token ids: leave them out"

@@ -2,22 +2,23 @@
 
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
-loss_mask is 1 on the tokens of demonstrated actions, end-of-turn included, and 0 on prompts and
-observations, which the agent does not write. N is the number of tokens in the batch with mask 1.
+loss_mask is 1 on the tokens of demonstrated actions, including the end of the turn, and 0 on
+prompts and observations, which the agent does not write. N is the number of tokens with mask 1 in
+the batch.
 
     files, runs, an oracle ──> 1 conversations of the step ──> 2 update ──> 3 measure, log, save
 
-Imitation needs no reward and no exploration, and it learns fast. But it only learns what to do in
-the states of the demonstrations. After its first mistake the agent is in a state that no
-demonstration visits, so held-out success is more informative than the loss. train.py shows what
+Imitation needs neither a reward nor exploration, and it learns fast. But the agent learns only
+what to do in states that occur in the demonstrations. After its first mistake it is in a state that
+no demonstration visits, so held-out success is more informative than the loss. train.py shows what
 reinforcement learning adds.
 
     python sft.py --env textcraft                                  # an oracle's demonstrations
     python sft.py --data mine.jsonl --hold-out 0.1                 # your own: docs/data.md
-    python sft.py --data runs/NAME --min-return 1                  # the good episodes of a run
+    python sft.py --data runs/NAME --min-return 1                  # successful episodes of a run
     python sft.py --resume --run-dir runs/NAME                     # continue a stopped run
 
-Several processes, adapters, evaluation, Ctrl-C and the run's files work as in train.py. Read first:
+Several processes, LoRA, evaluation, Ctrl-C and the run's files work as in train.py. Read first:
 data.py. Read next: dpo.py, agentevol.py.
 """
 
@@ -55,7 +56,7 @@ from scale import distributed
 from update import imitate, score_policy
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
-DATA = "data.json"  # in the run: a digest of the conversations that it learns from
+DATA = "data.json"  # file in the run: a hash of its conversations
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,21 @@ class SftConfig(MethodConfig):
     # The demonstrations
     data: tuple[str, ...] = ()
     """conversations: AgentTraj or message files (docs/data.md), or run folders;
-    none: the environment's oracle demonstrates training tasks"""
-    min_return: float | None = None  # use only conversations with at least this return (none: all)
-    num_demonstrations: int = 128  # oracle demonstrations per environment, without --data
+    if not given, the environment's oracle demonstrates training tasks"""
+    min_return: float | None = None
+    """use only conversations with at least this return; if not given, all"""
+    num_demonstrations: int = 128  # oracle demonstrations per environment, if there is no --data
     hold_out: float = 0.0
-    """share of the conversations to hold out, without splitting a task (0..1);
-    their loss is measured at evaluations; without --eval-every per epoch, and decides `best`"""
+    """share of the conversations to hold out (0..1), never splitting a task;
+    the loss on them is measured at each evaluation;
+    with --eval-every 0, after each epoch, and the lowest determines `best`"""
     # Training
-    steps: int = 0  # total training steps, with those before a resume; 0: see --epochs
-    epochs: int = 2  # passes over the conversations, unless --steps is set
+    steps: int = 0  # total training steps, including those before a resume; 0: see --epochs
+    epochs: int = 2  # passes over the conversations, if --steps is 0
     warm_start: str = "never"
-    """never: use --model as it is; auto: warm it up first; or a checkpoint folder"""
-    env_weights: tuple[int, ...] = ()  # no effect here: every --env gives --num-demonstrations
+    """never: start from --model as it is; auto: do a warm start, as train.py does;
+    or a checkpoint folder to start from"""
+    env_weights: tuple[int, ...] = ()  # no effect: each --env contributes --num-demonstrations
 
     def check(self) -> None:
         super().check()
@@ -95,7 +99,7 @@ class SftConfig(MethodConfig):
             yield "min_return", "it selects from --data, which is not set"
         if self.steps:
             yield "epochs", f"--steps {self.steps} already sets the length"
-        yield "env_weights", "every environment gives the same number of demonstrations"
+        yield "env_weights", "every environment contributes the same number of demonstrations"
 
     @property
     def needs_environment(self) -> bool:
@@ -103,7 +107,7 @@ class SftConfig(MethodConfig):
 
 
 def train(config: SftConfig) -> Run:
-    """Imitate the demonstrations; returns the closed run. Raises Misuse before writing anything."""
+    """Imitate the demonstrations; returns the closed run. Raises Misuse only before writing."""
     config = checked(config)
     examples = read_examples(config, config.min_return)
     digest = digest_of(examples)
@@ -118,7 +122,7 @@ def train(config: SftConfig) -> Run:
         session.evaluate_start()
         if held_out and not session.completed_step:
             loss = loss_on(w, held_out)
-            distributed.say(f"step 0: held-out loss {loss:.4f} nats a token")
+            distributed.say(f"step 0: held-out loss {loss:.4f} nats per token")
             note_loss(session, 0, loss)
         for step in session.steps_left():
             clock = Clock(vars(config))
@@ -160,14 +164,14 @@ def split_examples(
 
 
 def choose_held_out(task_ids: Sequence[str], share: float, seed: int) -> set[str]:
-    """Choose tasks with this share of the conversations, or a little less. A task is never
-    split: a run has several episodes of it, often with the same words.
+    """Choose tasks that have this share of the conversations, or slightly less. A task is never
+    split, because a run has several episodes of it, often with the same text.
 
     >>> sorted(choose_held_out([*"abacadebaf"], 0.2, seed=0))
     ['b']
 
     Raises:
-        Misuse: no task would be left to learn from.
+        Misuse: no task would be left to train on.
     """
     sizes = Counter(task_ids)
     limit, held_out = max(1, round(share * len(task_ids))) if share else 0, set[str]()
@@ -177,7 +181,7 @@ def choose_held_out(task_ids: Sequence[str], share: float, seed: int) -> set[str
     if limit and not held_out:  # every task exceeds the share: take the smallest
         held_out = {min(sizes, key=lambda task: sizes[task])}
     if len(held_out) == len(sizes):
-        raise Misuse(f"--hold-out {share} leaves none of {len(sizes)} tasks to learn from")
+        raise Misuse(f"--hold-out {share} leaves none of {len(sizes)} tasks to train on")
     return held_out
 
 
@@ -195,7 +199,7 @@ def loss_on(worker: MethodWorker, examples: Sequence[Example]) -> float:
 
 
 def note_loss(session: Session[MethodWorker], step: int, loss: float) -> None:
-    """If the policy never plays, the lowest held-out loss determines the best checkpoint."""
+    """Unless the policy plays, the lowest held-out loss determines the best checkpoint."""
     if not session.config.plays:
         session.note_evaluation(step, -loss)
 

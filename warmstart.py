@@ -1,21 +1,21 @@
 """Warm start: fine-tune on demonstrations first, so that reinforcement learning has successes to
 reinforce.
 
-RL makes actions more likely that the policy already samples sometimes. A model that never writes a
-valid action earns 0 in every sample, every group has zero variance, and nothing is learned. Without
-a warm start SmolLM2-135M wrote no valid TextCraft action in 240 attempts. A few minutes of
-imitation change that.
+RL can only reinforce actions that the policy already samples sometimes. If a model never writes a
+valid action, every sample earns 0, every group has zero variance, and nothing is learned. Without a
+warm start, SmolLM2-135M did not write a single valid TextCraft action in 240 attempts. A few
+minutes of imitation change that.
 
     L(θ) = - 1/N Σ_{b,t} loss_mask · log π_θ(token_t | tokens_<t)
 
-A run begins with `start_model`. For the small models it lets an oracle demonstrate (data.py),
-trains on the demonstrations, and caches the result under a key of model, data and settings. The
-project ships some results as LoRA adapters (recipes/starts/). They are used if training would see
-the same model, texts and settings. `--warm-start` also accepts a folder, for example a checkpoint
-of sft.py.
+A run begins with `start_model`. For the small models, an oracle demonstrates tasks (data.py), the
+model is trained on the demonstrations, and the result is cached under a hash of the model, the data
+and the settings. The project ships some of these results as LoRA adapters (recipes/starts/). They
+are used if model, data and settings are the same. `--warm-start` also accepts a folder, for example
+a checkpoint of sft.py.
 
-It is separate from sft.py, a complete program with evaluation and resume, because every run begins
-here. Read next: train.py, sft.py.
+This code is separate from sft.py, a complete program with evaluation and resume, because every run
+begins here. Read next: train.py, sft.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def imitate(
     settings: SftSettings,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> list[float]:
-    """Minimise the loss on action tokens. The learning rate falls linearly to a tenth.
+    """Minimise the loss on action tokens. The learning rate falls linearly to a tenth of its start.
 
     Returns:
         The loss of every optimizer step (nats per action token), also passed to `on_step`.
@@ -118,12 +118,12 @@ def imitate(
 def batch_of(
     chat: ChatTemplate, records: Sequence[Record], settings: SftSettings, pad_id: int
 ) -> Batch:
-    """Records -> tensors. Leaves out records above the token limit and prints their number."""
+    """Records -> tensors. Leaves out records above the token limit and prints how many."""
     limit = settings.max_trajectory_tokens
     trajectories = [encode(chat, record).trajectory for record in records]
     fit = [t for t in trajectories if len(t.input_ids) <= limit]
     if not fit:
-        raise ValueError(f"every demonstration exceeds {limit} tokens: --warm-start never")
+        raise ValueError(f"all demonstrations exceed {limit} tokens; use --warm-start never")
     if num_out := len(records) - len(fit):
         distributed.say(f"{num_out} demonstrations have more than {limit} tokens and are left out")
     return make_batch(fit, pad_id)
@@ -132,8 +132,8 @@ def batch_of(
 def train_and_save(
     folder: Path | None, model: str, records: list[Record], settings: SftSettings, accelerator: Any
 ) -> None:
-    """Fine-tune `model` and save a checkpoint with a file of its losses, and adapters also
-    separately. Collective.
+    """Fine-tune `model`; save the checkpoint, the losses and, with LoRA, also the adapters alone.
+    Collective.
 
     Args:
         folder: destination; None on ranks that do not write.
@@ -160,7 +160,7 @@ def train_and_save(
         about = {"model": model, "settings": asdict(settings), "losses": losses}
         write_json(folder / ABOUT, about | {"records": record_hash(records)})
     distributed.forget(accelerator, policy)
-    distributed.say(f"action loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
+    distributed.say(f"action loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token")
 
 
 def merge_adapters(folder: Path | None, model: str, adapters: Path, accelerator: Any) -> None:
@@ -189,9 +189,9 @@ def base_model_path(config: RunConfig) -> str:
 
 
 def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]:
-    """`count` demonstrations per environment of a run, of its training tasks and with its prompt.
+    """`count` demonstrations of training tasks for each environment of a run, with its prompt.
 
-    The oracle uses the style of the run's warm start, so that it does not teach a second one.
+    The oracle uses the style of the run's warm start, so that the policy does not learn two styles.
     Without a warm start it uses the default style.
     """
     records = []
@@ -208,8 +208,8 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
 
 
 def start_model(config: RunConfig, accelerator: Any) -> str:
-    """Path of the weights that a run starts from: the model in its options, or that model after one
-    warm start for all its environments. Collective."""
+    """Path of the weights that a run starts from: the model in its options, or that model after a
+    warm start on all environments of the run together. Collective."""
     path = base_model_path(config)
     if not needs_warm_start(config):
         return path
@@ -227,7 +227,7 @@ def warm_start(
     accelerator: Any,
 ) -> str:
     """Path of `model` after training on the records that `demonstrate` returns. The result is
-    trained once or shipped with the project, then cached. Collective."""
+    cached: it is trained only once, or comes with the project. Collective."""
     with value_errors_as_misuse():
         records = distributed.run_on_rank_0("demonstrations", demonstrate)
     key = hashlib.sha256(json.dumps([model, records, asdict(settings)]).encode())
@@ -267,14 +267,14 @@ def shipped_start_info(model: str, env: str) -> dict[str, Any]:
 
 
 def settings_for(model: str, env: str) -> SftSettings:
-    """Settings for a warm start of `model` in `env`: those of the shipped one, if it exists."""
+    """Settings for a warm start of `model` in `env`: the shipped start's, if there is one."""
     return SftSettings(**shipped_start_info(model, env).get("settings", {}))
 
 
 def shipped_adapters(
     model: str, env: str, records: Sequence[Record], settings: SftSettings
 ) -> Path | None:
-    """Folder of the shipped adapters that training on these records would produce, or None."""
+    """Folder of the shipped adapters, or None if they were trained on other data or settings."""
     about = shipped_start_info(model, env)
     is_same = about.get("records") == record_hash(records) and about["settings"] == asdict(settings)
     return STARTS / f"{model}-{env_name(env)}" if is_same else None

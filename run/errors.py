@@ -1,8 +1,8 @@
-"""Errors that end a run in one line for the user, and the exit codes of every program.
+"""Errors that stop a run and are shown to the user as one line, and the exit codes of all programs.
 
     0    done
     1    RunFailed: something failed at run time (also OSError: the disk is full or gone)
-    2    Misuse: an option, or a file that it names, cannot work; nothing was written
+    2    Misuse: an option, or a file that it names, is not usable; nothing was written
     130  stopped by Ctrl-C, after saving
 
 Any other exception is a bug and shows its traceback.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 
 class Misuse(ValueError):
-    """An option, or a file that it names, cannot work; the message says what to do."""
+    """An option, or a file that it names, is not usable; the message says what to do."""
 
 
 class RunFailed(RuntimeError):
@@ -61,5 +61,5 @@ def value_errors_as_misuse() -> Iterator[None]:
 
 
 def print_error(prog: str, problem: object) -> None:
-    """Print the problem on stderr, as one line even if its text has several."""
+    """Print the problem on stderr as one line, even if its text has several."""
     print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""Shared parts of sft.py, dpo.py and agentevol.py, which learn from whole trajectories.
+"""Code shared by sft.py, dpo.py and agentevol.py, which learn from whole trajectories.
 
-    MethodConfig, IteratedConfig   their common options
-    MethodWorker                   a worker that batches examples, and plays for new ones
-    read_examples, drop_too_long   --data or an oracle, as examples within the token limit
+    MethodConfig, IteratedConfig   common options
+    MethodWorker                   a worker that batches examples, and plays to get new ones
+    read_examples, drop_too_long   examples from --data or an oracle, within the token limit
     IterationFiles                 the data of each iteration, runs/NAME/<name>/iteration_001.jsonl
 
 Each iteration builds its data once: an evolving set, or pairs with the reference's log-probs. The
-policy that built them changes in the following steps, so the run stores the data. A run that is
-killed at any point reads them back and continues with the same data.
+policy that it came from changes in the following steps, so the run stores the data. A run that was
+killed at any point reads it back and continues with it.
 
 Read first: run/worker.py. Read next: sft.py, dpo.py, agentevol.py.
 """
@@ -68,7 +68,7 @@ UNUSED_WITH_DATA = "--data replaces the oracle; leave it out"
 
 @dataclass(frozen=True)
 class MethodConfig(RunConfig):
-    """Options that all methods for whole trajectories share."""
+    """Options shared by all methods that learn from whole trajectories."""
 
     outside_presets: ClassVar[frozenset[str]] = frozenset(
         {"steps", "learning_rate", "learning_rate_decay_steps", "mini_batch_size", "warm_start"}
@@ -78,24 +78,24 @@ class MethodConfig(RunConfig):
 
     # Training
     rounds: tuple[int, ...] = (6,)
-    """maximum turns per episode, one value [paper: 30]"""
-    mini_batch_size: int = 16  # trajectories per training step, which is one optimizer step
-    learning_rate: float = 1e-4  # learning rate of the policy, AdamW [paper: 1e-5]
+    """maximum turns per episode, a single number [paper: 30]"""
+    mini_batch_size: int = 16  # trajectories per training step (one optimizer step)
+    learning_rate: float = 1e-4  # learning rate of the policy (AdamW) [paper: 1e-5]
     learning_rate_decay_steps: int = 0
-    """linear decay to 1/N of --learning-rate in N steps, then constant;
-    0: decay over all steps (agentevol.py: over the steps of each iteration)"""
+    """decay linearly to 1/N of --learning-rate in N steps, then stay constant;
+    0: decay over all steps (in agentevol.py, over those of each iteration)"""
 
     @property
     def learns_from_play(self) -> bool:
-        """Whether the policy learns from trajectories that it samples itself, at --temperature."""
+        """Whether the policy learns from trajectories that it has sampled, at --temperature."""
         return False
 
     def unused_without_play(self) -> Iterator[tuple[str, str]]:
-        """Options without effect if the policy never plays, in training or evaluation."""
+        """Options without effect if the policy plays neither in training nor in evaluation."""
         if not self.plays:
             names = ("temperature", "rounds", "engine", "max_env_failures", "max_sync_error")
             for name in (*names, "record_state"):
-                yield name, "without --eval-every the policy never plays; leave it out"
+                yield name, "with --eval-every 0 the policy never plays; leave it out"
 
     def check(self) -> None:
         super().check()
@@ -127,14 +127,14 @@ class MethodConfig(RunConfig):
                     continue
                 prefix = f"{flag(name)} {file} was played"
                 if not set(names_of(source.env)) & set(names_of(self.env)):
-                    yield f"{prefix} in {source.env}, but this run plays {self.env}: give --env"
+                    yield f"{prefix} in {source.env}, but this run plays {self.env}: set --env"
                 elif not any(start.is_relative_to(Path(file).resolve()) for start in starts):
                     best = f"--model {file}/checkpoints/best"
-                    yield f"{prefix} by {source.model} as trained there: {best} continues from it"
+                    yield f"{prefix} by the policy trained there: {best} continues from it"
 
     @property
     def has_saved_inputs(self) -> bool:
-        """Whether a resumed run has stored the data of its files, which are then not read again."""
+        """Whether a resumed run has stored its data, so that it does not read the files again."""
         return False
 
 
@@ -146,10 +146,10 @@ class IteratedConfig(MethodConfig):
         "eval_every",
         "save_every",
     }
-    folder: ClassVar[str] = ""  # name of the folder in the run for the data of each iteration
+    folder: ClassVar[str] = ""  # folder in the run for the data of its iterations
 
     # Playing
-    iterations: int = 1  # how often the policy plays; --steps are divided among them
+    iterations: int = 1  # number of iterations; each plays, then takes an equal share of --steps
     tasks_per_iteration: int = 32  # tasks played in each iteration
     group_size: int = 8  # trajectories per task
 
@@ -182,7 +182,7 @@ class IteratedConfig(MethodConfig):
 
 
 class MethodWorker(Worker):
-    """A worker that makes batches of examples, and plays for new ones."""
+    """A worker that batches examples, and plays to get new ones."""
 
     config: MethodConfig
 
@@ -197,8 +197,8 @@ class MethodWorker(Worker):
         return batch
 
     def explore(self, step: int) -> tuple[list[Example], dict[str, Any]]:
-        """Play for a new iteration, before `step`. Returns the trajectories that were not lost, as
-        examples, and metrics of all trajectories."""
+        """Play at the start of an iteration, before `step`. Returns the trajectories that were not
+        lost, as examples, and metrics of all trajectories."""
         c = self.config
         assert isinstance(c, IteratedConfig)
         iteration, horizons = (step - 1) // c.steps_per_iteration + 1, horizons_of(c)
@@ -221,7 +221,7 @@ class MethodWorker(Worker):
         return Objective(**values | {"mini_batch_size": num_rows})
 
     def decay_steps(self) -> float:
-        """The option's value, or all of --steps: then more steps mean a slower decay."""
+        """The option's value; if it is 0 all steps, so that more steps mean a slower decay."""
         return self.config.learning_rate_decay_steps or self.config.steps_per_schedule
 
 
@@ -273,7 +273,9 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
             raise ValueError(f"--data {' '.join(config.data)} holds no conversation{problem}")
         if num_out := len(records) - len(good):
             num = f"{num_out:,} of {len(records):,}"
-            distributed.say(f"{num} conversations have a lower return and are left out")
+            distributed.say(
+                f"{num} conversations have a return below --min-return and are left out"
+            )
         return encode_all(chat, good)
 
     with value_errors_as_misuse():
@@ -290,10 +292,10 @@ def drop_too_long(
     examples_of: Callable[[Item], Sequence[Example]],
 ) -> list[Item]:
     """The items whose examples all have at most --max-trajectory-tokens tokens. Prints the number
-    of tokens, and of items left out, before a run is created.
+    of tokens and the number of items left out, before a run is created.
 
     Args:
-        plural: the word for the items in these lines.
+        plural: what the printed lines call the items.
     Raises:
         Misuse: no item is left.
     """
@@ -306,11 +308,13 @@ def drop_too_long(
         distributed.say(f"{num_out} {plural} have more than {limit} tokens and are left out")
     examples = [example for item in fit for example in examples_of(item)]
     if num_reencoded := sum(example.is_reencoded for example in examples):
-        distributed.say(f"{num_reencoded} trajectories of another tokenizer are encoded from text")
+        distributed.say(
+            f"{num_reencoded} trajectories are encoded again: another tokenizer sampled them"
+        )
     num_tokens = sum(len(e.trajectory.input_ids) for e in examples)
     num_learned = sum(sum(e.trajectory.loss_mask) for e in examples)
     distributed.say(
-        f"{len(fit):,} {plural}: {num_tokens:,} tokens, {num_learned:,} of them learned"
+        f"{len(fit):,} {plural}: {num_tokens:,} tokens, {num_learned:,} of them trained on"
     )
     held_out = {task.task_id for task in held_out_tasks(config)}
     if overlap := held_out & {example.task_id for example in examples}:
@@ -334,7 +338,7 @@ def data_metrics(batch: Batch, epochs: float, clock: Clock) -> dict[str, Any]:
 def sync_if_evaluated(
     session: Session[Any], step: int, batch: Batch | None, clock: Clock
 ) -> dict[str, Any]:
-    """If an evaluation follows, send the weights to the sampler and compare log-probs there.
+    """If an evaluation follows, send the weights to the sampler and compare its log-probs.
 
     Args:
         batch: the batch of the update; None: the weights have not changed since the last sync.
@@ -354,7 +358,7 @@ def sync_if_evaluated(
 
 @dataclass(frozen=True)
 class IterationFiles:
-    """The data of each iteration in a folder of the run: a file of lines, and a summary, which is
+    """The data of each iteration, in a folder of the run: a file of lines, then a summary, which is
     written last."""
 
     folder: Path
@@ -363,7 +367,7 @@ class IterationFiles:
     @classmethod
     def from_session(cls, session: Session[Any]) -> IterationFiles:
         """The files of a run. A resumed run deletes the data of iterations after its checkpoint,
-        because the policy that made them is lost; a new run deletes all."""
+        because the policy that made it is lost; a new run deletes all data."""
         c = session.config
         assert isinstance(c, IteratedConfig)
         files = cls(session.run.path / c.folder, session.run.writes)
@@ -375,8 +379,8 @@ class IterationFiles:
         """The iteration's lines and summary; None if they do not exist yet. Collective.
 
         Raises:
-            TrainingError: they are missing although `must_exist`: the policy that made them has
-                changed since.
+            TrainingError: they are missing although `must_exist`. They cannot be made again,
+                because the policy has changed since.
         """
         summary = self._path(iteration, "json")
 

@@ -179,7 +179,7 @@ MISUSE = {
     # ranges
     "--gamma 1.5 --algorithm ppo": "--gamma 1.5",
     "--stop-at 0": "--stop-at",
-    "--env-addr local http://127.0.0.1:1": "give it alone",
+    "--env-addr local http://127.0.0.1:1": "--env-addr local is not a server",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--subtasks": "--subtasks needs at least one value",
@@ -193,7 +193,7 @@ MISUSE = {
     STEPWISE: "never changes",
     "--engine-url http://a:1 --engine-devices 0": "--engine-url and --engine-devices",
     "--engine-url http://a:1 --engine transformers": "need --engine vllm",
-    "--engine-devices 0 --deterministic": "no --deterministic",
+    "--engine-devices 0 --deterministic": "without --deterministic",
     "--stop-at 0.9 --eval-every 0": "--stop-at",
     # environments and tasks
     "--env minecraft": "unknown environment 'minecraft'",
@@ -209,7 +209,7 @@ MISUSE = {
     "--warm-start nosuch": "--warm-start nosuch",
     "--model tiny --max-trajectory-tokens 8192": "--max-trajectory-tokens 8193",
     # files and directories
-    "--run-dir run": "--run-dir run holds a run",
+    "--run-dir run": "--run-dir run already holds a run",
     "--run-dir empty/run": "--run-dir empty/run",
     "--resume": "--resume needs --run-dir",
     "--resume --run-dir damaged": "--run-dir damaged: config.json cannot be read",
@@ -262,7 +262,7 @@ def test_options_without_effect_are_noted(argv, flags):
 
 def test_probable_mistakes_are_noted(folder):
     for argv, words in (
-        (f"{STEPWISE} --rounds 2 4 --steps 100", "the last of --rounds begins after step 100"),
+        (f"{STEPWISE} --rounds 2 4 --steps 100", "the last of --rounds begins only after step 100"),
         ("--split train --eval-tasks short_test", "85 of the 129 held-out tasks are also trained"),
     ):
         (line,) = notes(parse_and_check(f"--model tiny {argv}"))
@@ -318,7 +318,7 @@ def test_a_resumed_run_keeps_its_options_except_its_length(tmp_path):
     for name in ("step_000010", "step_000020.bak"):  # the second is a user's copy
         (run / "checkpoints" / name).mkdir(parents=True)
     assert parse_and_check(f"{again} --steps 10").steps == 10
-    with pytest.raises(Misuse, match="--steps 9: this run has done 10"):
+    with pytest.raises(Misuse, match="--steps 9: this run is at step 10"):
         parse_and_check(f"{again} --steps 9")
 
 

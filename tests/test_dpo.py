@@ -568,9 +568,9 @@ RECORDS = [episode("a", "open").record, episode("b", "go").record]
 LIT = episode("a", "go", observation="bright").record
 WRONG = [
     ({"prompt": 1, "text": 2}, "{'prompt': 1, 'text': 2}: expected {"),
-    (dict(zip(("chosen", "rejected"), RECORDS)), "needs one task, but has a and b"),
-    ({"chosen": RECORDS[0], "rejected": LIT}, "differ before the first action"),
-    (GOOD | {"prompt": [HUMAN, "b"]}, "expected a text, or a list of"),
+    (dict(zip(("chosen", "rejected"), RECORDS)), "need the same task, not a and b"),
+    ({"chosen": RECORDS[0], "rejected": LIT}, "must be equal before the first action"),
+    (GOOD | {"prompt": [HUMAN, "b"]}, "expected text, or a list of"),
     (GOOD | {"chosen": gpt("open") + gpt("go")}, "chosen: conversation a: turn 2 is from gpt"),
 ]
 

@@ -78,7 +78,7 @@ WRONG = [
     (with_turns({"from": "gpt", "value": "b", "ids": ["q"]}), "ids that are not token ids"),
     (with_turns(), "conversation x has nothing to learn from"),
     (with_turns(*OK, ("gpt", True, "c")), "turn 2 is from gpt, expected human"),
-    (with_turns(("human", None, "a"), ("gpt", None, "b")), 'mark the gpt turns to learn with "los'),
+    (with_turns(("human", None, "a"), ("gpt", None, "b")), 'set "loss": true on the gpt turns'),
     (with_turns(("gpt", True, "a")), "no observation precedes"),
     (with_turns(("human", None, "\ud83d")), "half of a surrogate pair"),
     ('{"trajectory_id": "1", "turns": [1]}', "not a line of a run's"),
