@@ -235,7 +235,8 @@ def warm_start(
     folder = cache_dir() / "warm_starts" / name
     if distributed.run_on_rank_0("looking for the warm start", folder.exists):
         return str(folder)
-    about = f"warm start: {len(records)} demonstrations, {settings.epochs} epochs"
+    passes = f"{settings.epochs} epoch{'s' * (settings.epochs > 1)}"
+    about = f"warm start: {len(records)} demonstrations, {passes}"
     if adapters := shipped_adapters(model, env, records, settings):
         distributed.say(f"{about}; shipped with the project, nothing to train")
         make = partial(merge_adapters, model=model, adapters=adapters, accelerator=accelerator)

@@ -1,14 +1,14 @@
 """
 The benchmark table compares one model's scores in every environment with the paper's numbers.
 
-The paper (arXiv 2509.08755) reports the success in % of these models, all Qwen2.5-Instruct:
+The paper (arXiv 2509.08755) reports the success rate in % of these models, all Qwen2.5-Instruct:
 
     base 3B, base 7B    before any training
     AG-3B, AG-7B        trained at a fixed horizon
     SI-7B               trained with ScalingInter-RL; the only one reported per sub-task
 
 Its numbers are for one sample per task at temperature 1, with at most `max_rounds` turns, over
-`items` tasks, without intervals. "!" marks a row with another number of tasks than in the paper;
+`items` tasks, without intervals. "!" marks a row whose number of tasks differs from the paper's;
 other differences are listed below the table. The authors do not say how many tasks a sub-task has;
 the counts in `PAPER` are the ones that fit all their percentages. If an environment could not be
 measured, or only in part, its row gives the reason.
@@ -38,7 +38,7 @@ class Paper:
     ours: str = ""  # how our environment differs (a key of benchmark.json)
 
     def row(self, name: str) -> tuple[int, tuple[float | None, ...]]:
-        """Number of tasks and success per model, for a sub-task or "all"; 0 if it is unknown."""
+        """Number of tasks and success per model, for a sub-task or "all"; 0 tasks if unknown."""
         if name == "all":
             return self.items, self.success
         items, success = self.subtasks.get(name, (0, None))
@@ -72,7 +72,7 @@ PAPER = {
         "other questions over another corpus, an episode ends with its first answer",
     ),
     "webarena": Paper(
-        50, 15, (10.0, 9.8, 18.0, 22.0, 26.0),  # the paper prints 9.8, which 50 tasks cannot give
+        50, 15, (10.0, 9.8, 18.0, 22.0, 26.0),  # the paper prints 9.8, impossible with 50 tasks
         {"Shopping": (15, 33.3), "CMS": (15, 26.7), "Maps": (10, 20.0),
          "GitLab and Reddit": (10, 20.0)},  # two sub-tasks, printed as one column
     ),
@@ -84,7 +84,7 @@ Summary = Mapping[str, Any]  # the result of scoring.summarize
 
 @dataclass
 class Benchmark:
-    """One model's scores: for each environment a summary, or the reason why there is none."""
+    """One model's scores: a summary per environment, or the reason why there is none."""
 
     model: str
     samples: int
@@ -101,7 +101,7 @@ def differences(benchmark: Benchmark) -> list[str]:
     """Reasons why the measured numbers are not comparable to the paper's, one per line."""
     lines = []
     if benchmark.summaries and benchmark.temperature != PAPER_TEMPERATURE:
-        lines.append(f"temperature {benchmark.temperature:g}, the paper's is {PAPER_TEMPERATURE:g}")
+        lines.append(f"temperature {benchmark.temperature:g}; the paper's is {PAPER_TEMPERATURE:g}")
     for env, summary in benchmark.summaries.items():
         lost, rounds = summary["lost"], summary["max_rounds"][-1]
         if lost["trajectories"]:
@@ -112,11 +112,11 @@ def differences(benchmark: Benchmark) -> list[str]:
         counts = {
             name: (_num_tasks(row), PAPER[env].row(name)[0]) for name, row in _rows(env, summary)
         }
-        differing = [f"{name} {n} of {paper}" for name, (n, paper) in counts.items() if n != paper]
-        if differing:
-            lines.append(f"{env}: other tasks than the paper's test ({', '.join(differing)})")
+        others = [f"{name}: {n}, not {paper}" for name, (n, paper) in counts.items() if n != paper]
+        if others:
+            lines.append(f"{env}: number of tasks differs from the paper's ({'; '.join(others)})")
         if rounds != PAPER[env].max_rounds:
-            lines.append(f"{env}: up to {rounds} turns, in the paper {PAPER[env].max_rounds}")
+            lines.append(f"{env}: up to {rounds} turns; {PAPER[env].max_rounds} in the paper")
     return lines
 
 

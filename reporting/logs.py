@@ -1,6 +1,7 @@
 """Log files: one JSON object with a `step` per line. A resumed run reads them and cuts them back.
 
-A crash can only cut the last line short, so a bad last line is skipped; any other is an error.
+A crash can only cut the last line short, so a bad last line is skipped; any other bad line is an
+error.
 
 Read next: reporting/metrics.py, which writes these files.
 """

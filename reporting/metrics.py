@@ -1,4 +1,4 @@
-"""Metrics: a definition for every logged name, and the two files that a run logs them to.
+"""Metrics: the definition of every logged name, and the two files that a run writes them to.
 
 Each file has one JSON object per step:
 
@@ -15,8 +15,8 @@ step. For one batch of trajectories i = 1..N with turns n = 1..N_i and tokens t:
     action_tokens_mean   = (1/N) Σ_i Σ_t loss_mask_{i,t}   only tokens that the policy sampled
     groups_zero_variance = |{g : R_i = R_j for all i, j in g}|    groups with zero GRPO advantage
 
-N counts valid trajectories. A trajectory lost to the infrastructure (`env_error`, `engine_error`)
-is left out of the means; it is counted in `train/env_failures` and `train/stop/*`.
+N counts valid trajectories. A trajectory lost to an infrastructure failure (`env_error`,
+`engine_error`) is left out of the means and counted in `train/env_failures` and `train/stop/*`.
 
 Read next: run/session.py, which logs these numbers; reporting/plots.py, which draws them.
 """
@@ -47,15 +47,15 @@ METRICS: dict[str, str] = {
     "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt included (tokens)",
     "train/parse_error_rate": "share of turns whose action could not be parsed (0..1)",
     "train/repeated_token_rate": "share of sampled tokens in 4-grams repeated in their turn (0..1)",
-    "train/groups": "number of groups: tasks with at least one valid trajectory (count)",
-    "train/groups_zero_variance": "number of groups without signal: all returns are equal (count)",
-    "train/trajectories_used": "trajectories in the loss; agentevol.py: evolving set (count)",
+    "train/groups": "groups, i.e. tasks with at least one valid trajectory (count)",
+    "train/groups_zero_variance": "groups without signal, because all returns are equal (count)",
+    "train/trajectories_used": "trajectories in the loss (agentevol.py: evolving set) (count)",
     "train/env_failures": "trajectories lost to a failed environment server or sampler (count)",
     **{
         f"train/stop/{reason}": f"share of all trajectories, including lost ones: {why} (0..1)"
         for reason, why in STOP_REASONS.items()
     },
-    "horizon/max_rounds": "turn limit of this step, the largest of all environments (turns)",
+    "horizon/max_rounds": "turn limit of this step; with several environments, the largest (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
     "policy/loss": "clipped policy loss (see --loss-agg) with KL and entropy terms (nats)",
     "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
@@ -67,8 +67,8 @@ METRICS: dict[str, str] = {
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
     "policy/skipped_steps": "mini-batches skipped: loss or gradient was not finite (count)",
     # preference/: only dpo.py; means over the step's pairs, before the update.
-    "preference/sft_loss": "imitation loss of the chosen, per token, without --sft-coef (nats)",
-    "preference/margin": "reward of the chosen minus that of the rejected trajectory (nats)",
+    "preference/sft_loss": "imitation loss per token of the chosen, before --sft-coef (nats)",
+    "preference/margin": "reward of the chosen trajectory minus reward of the rejected one (nats)",
     "preference/accuracy": "share of pairs whose chosen trajectory has the higher reward (0..1)",
     "preference/chosen_reward": "beta times log policy/reference of the chosen trajectory (nats)",
     "preference/rejected_reward": "beta times log policy/reference of the rejected one (nats)",
@@ -77,23 +77,23 @@ METRICS: dict[str, str] = {
     "critic/loss": "clipped value loss, per policy token (squared return)",
     "critic/clip_frac": "share of policy tokens where the value clip was active (0..1)",
     "critic/grad_norm": "global gradient norm of the critic before clipping (1)",
-    "critic/skipped_steps": "the critic's mini-batches skipped as not finite (count)",
+    "critic/skipped_steps": "critic mini-batches skipped: loss or gradient was not finite (count)",
     "critic/explained_variance": "1 - Var[returns - values] / Var[returns] at policy tokens (1)",
     "sampler/log_prob_diff_mean": "mean |sampler - recomputed| log-prob at policy tokens (nats)",
     "sampler/log_prob_diff_max": "largest |sampler - recomputed| log-prob in the step (nats)",
     "sampler/is_weight_mean": "mean truncated importance weight, trainer/sampler (1: on-policy)",
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
-    "data/epoch": "passes over the training tasks (the least played) or conversations (epochs)",
+    "data/epoch": "passes over the training data; with several environments, the minimum (epochs)",
     "data/policy_tokens": "policy tokens in this step's loss (tokens)",
     "data/signal_share": "share of policy tokens (seq-mean: trajectories) kept for the loss (0..1)",
-    "data/pairs": "preference pairs of the iteration that begins with this step (pairs)",
-    "data/evolving": "size of the evolving set of the iteration that begins (trajectories)",
-    "data/evolving_weight": "mean weight of a trajectory in the evolving set (demonstration: 1)",
+    "data/pairs": "preference pairs in the iteration that begins with this step (pairs)",
+    "data/evolving": "evolving set of the iteration that begins with this step (trajectories)",
+    "data/evolving_weight": "mean weight of a trajectory in the evolving set (demonstrations: 1)",
     # eval/: held-out tasks, mean over environments; intervals are in eval/step_*.json.
-    "eval/avg": "avg@k on held-out tasks: mean share of a task's samples solved (0..1)",
-    "eval/pass": "pass@k on held-out tasks: mean chance that any of k samples solves it (0..1)",
-    "eval/return_mean": "mean over held-out tasks of the mean return (0..1)",
+    "eval/avg": "avg@k on held-out tasks: mean share of a task's samples that solve it (0..1)",
+    "eval/pass": "pass@k on held-out tasks: chance that any of k samples solves the task (0..1)",
+    "eval/return_mean": "mean return of each held-out task, averaged over tasks (0..1)",
     "eval/loss": "sft.py: imitation loss of held-out conversations, per policy token (nats)",
 }
 
@@ -108,12 +108,12 @@ TIMINGS: dict[str, str] = {
     "time/save_s": "wall time of writing the checkpoint (s)",
     "time/step_s": "wall time of the step (s)",
     "rollout/generated_tokens_per_s": "sampled tokens per second of the rollout (tokens/s)",
-    "rollout/engine_idle_share": "share of the rollout in which the sampler was idle (0..1)",
+    "rollout/engine_idle_share": "share of the rollout's time in which the sampler was idle (0..1)",
     "update/tokens_per_s": "tokens per second of the update, without padding (tokens/s)",
     "update/padding_share": "share of padding in the update's batches; 0 if packed (0..1)",
     "sync/bytes": "size of the weights sent to the sampler (bytes)",
-    "memory/peak_bytes": "peak memory of rank 0 in the step, the largest of its phases (bytes)",
-    "memory/rollout_bytes": "peak memory of rank 0 (GPU, else process) in the rollout (bytes)",
+    "memory/peak_bytes": "largest peak memory of rank 0 in any phase of the step (bytes)",
+    "memory/rollout_bytes": "peak memory of rank 0 (its GPU or process) in the rollout (bytes)",
     "memory/log_probs_bytes": "peak memory of rank 0 while recomputing log-probs (bytes)",
     "memory/update_bytes": "peak memory of rank 0 in the update (bytes)",
     "memory/sync_bytes": "peak memory of rank 0 in the weight sync (bytes)",
@@ -129,14 +129,14 @@ METRICS |= {f"{name}/{env}": f"in {env}: {METRICS[name]}" for name in PER_ENV fo
 GLOSSARY: dict[str, str] = METRICS | TIMINGS
 FILES = {"metrics.jsonl": METRICS, "timings.jsonl": TIMINGS}
 
-NGRAM = 4  # tokens in a sequence that counts as repeated
+NGRAM = 4  # length of the token sequences whose repetition is counted
 
 
 def by_env(
     name: str, values: Mapping[str, Any], pool: Callable[[Iterable[Any]], Any]
 ) -> dict[str, Any]:
-    """Metrics from a number per environment (None: unknown): the pooled number and, if there are
-    several environments, the number of each one.
+    """Metrics from one number per environment (None if unknown): the pooled number and, if there
+    are several environments, the number of each.
 
     >>> by_env("eval/avg", {"textcraft": 0.25, "babyai": 0.75}, max)
     {'eval/avg': 0.75, 'eval/avg/textcraft': 0.25, 'eval/avg/babyai': 0.75}
@@ -249,7 +249,7 @@ class MetricsLogger:
 
     def amend(self, step: int, metrics: dict[str, Any]) -> None:
         """Add metrics to the last line of `metrics.jsonl`, which must be that of `step`. A resumed
-        run needs this when it repeats an evaluation that was interrupted."""
+        run needs this after it has repeated an interrupted evaluation."""
         if not self.writes:
             return
         path = self.run_dir / "metrics.jsonl"
@@ -266,7 +266,7 @@ class MetricsLogger:
         last_step: int | None = None,
         left_s: float | None = None,
     ) -> None:
-        """Write the step's line of `timings.jsonl`, print its row and draw reward.png again."""
+        """Write the step's line of `timings.jsonl`, print its row and redraw reward.png."""
         self._append("timings.jsonl", step, timings)
         if not self.writes:
             return
@@ -294,7 +294,7 @@ class MetricsLogger:
             self._trackers.send(step, _numbers(values))
 
     def _append(self, name: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line and flush it to disk: after a crash, no checkpoint may lack its line."""
+        """Append a line and flush it to disk: after a crash, each checkpoint must have its line."""
         line = _line(name, step, values)
         if self.writes:
             with open(self.run_dir / name, "a", encoding="utf-8") as file:

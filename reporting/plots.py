@@ -1,13 +1,13 @@
 """Figures: reward.png shows a run at a glance, curves.png shows an evaluation.
 
-reward.png is drawn again after every step. For train.py its panels are:
+reward.png is redrawn after every step. For train.py its panels are:
 
     training return, held-out success with its 95 % interval, the stages of the horizon
     turns per trajectory  |  groups whose returns differ  |  entropy, and KL to the reference
 
-For the lower row of the other methods see `PANELS`. Light lines are single steps; heavy lines are a
-running mean over past steps. The palette is that of Okabe and Ito, which colour-blind readers can
-tell apart. To draw several runs in the same charts, use `replay.py A B`.
+`PANELS` lists the lower row of the other methods. Light lines are single steps; heavy lines are a
+running mean over past steps. The palette is Okabe and Ito's; colour-blind readers can tell its
+colours apart. To draw several runs in the same charts, use `replay.py A B`.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
 def curve(
     axis: Any, points: Sequence[tuple[float, float]], color: str, label: str, ls: str = "-"
 ) -> None:
-    """Draw (x, y) as a light line, and their running mean over a tenth of the points (5 to 50)."""
+    """Draw (x, y) as a light line, and the running mean over a tenth of the points (5 to 50)."""
     if not points:
         return
     xs, ys = zip(*points, strict=True)
@@ -107,7 +107,7 @@ def band(
 
 
 def plot_evaluation(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw curves.png: success over the number of turns (left) and of samples (right)."""
+    """Draw curves.png: success against the number of turns (left) and of samples (right)."""
     with figure(path, 10, 4) as picture:
         turns_axis, samples_axis = picture.subplots(ncols=2, sharey=True)
         turns = [(row["max_rounds"], row["avg"]) for row in summary["rounds_curve"]]
@@ -166,7 +166,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
     metrics = read_log(path / "metrics.jsonl")
     last_step = metrics[-1]["step"] if metrics else 0
     evaluations = [json.loads(file.read_text("utf-8")) for file in path.glob("eval/step_*.json")]
-    # A resumed run can hold evaluations of later steps, which it will repeat.
+    # After a resume there can be evaluations of later steps, which the run will repeat.
     evaluations = [e for e in evaluations if e["step"] <= last_step]
     evaluations.sort(key=lambda e: e["step"])
     options, method = saved.get("config", {}), saved.get("method", "rl")

@@ -7,19 +7,20 @@ Every held-out task i = 1..m is played k times; n_i of the episodes are valid, c
     pass@k' = (1/m) Σ_i [1 - C(n_i - c_i, k') / C(n_i, k')]  unbiased for every k' <= n_i (Chen et
                                                              al. 2021, arXiv 2107.03374, eq. 1)
 
-pass@k' is the chance that at least one of k' samples, drawn without replacement from the n_i, is
-solved. The environment decides what is solved (`info["success"]`); a score above 0 is not enough.
-Episodes lost to a dead server say nothing about the policy, so they are left out and counted.
+pass@k' is the chance that at least one of k' samples, drawn without replacement from the n_i,
+solves the task. The environment decides what is solved (`info["success"]`); a score above 0 is not
+enough. Episodes lost to a dead server say nothing about the policy, so they are left out and
+counted separately.
 
 Intervals. Tasks differ far more than samples of one task, so tasks are resampled: draw m tasks with
 replacement 10,000 times, and take the 2.5 and 97.5 percentiles of the means. In two cases these
 percentiles would be too narrow:
 - All tasks have the same value v. Let q = 0.025^(1/m). If less than a share q of all tasks had this
-  value, a draw of m tasks that all have it would have a chance below 2.5 %. So the mean is in
-  [q·v, q·v + 1 - q]; for v = 0 and v = 1 this is Clopper and Pearson's interval.
-- All but one to four tasks are unsolved (or solved). Let [low, high] be Clopper and Pearson's
-  interval of the share of tasks that differ. The mean is between low times their observed
-  difference and high times the largest possible difference.
+  value, the chance of drawing m tasks that all have it would be below 2.5 %. So the interval is
+  [q·v, q·v + 1 - q]; for v = 0 and v = 1 it is Clopper and Pearson's.
+- All but one to four tasks are unsolved (or all but one to four are solved). Let [low, high] be
+  Clopper and Pearson's interval for the share of these exceptions. The interval of the mean starts
+  at low times their observed difference, and ends at high times the largest possible difference.
 
 A curve over turns needs only one run. The policy never sees the horizon, and turn n depends only on
 the turns before it. So an episode under max_rounds N is the first N turns of the same episode under
@@ -49,7 +50,7 @@ from trajectory import LOST, Trajectory
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
 
 NUM_RESAMPLES = 10_000
-FEW = 5  # with fewer tasks that differ from all others, percentiles are not reliable
+FEW = 5  # with fewer tasks that differ from the rest, percentiles are not reliable
 
 
 # -------------------------------------------------------------------------------------- intervals
@@ -221,7 +222,7 @@ def summarize(
     """The content of `eval/step_*.json`.
 
     Args:
-        trajectories: all that were played, lost ones included; their number per task can differ.
+        trajectories: all that were played, including lost ones; their number per task can differ.
         samples: k, the number of samples requested per task.
         max_rounds: horizons of the curve over turns; the episodes were played with the longest.
         step: training step, 0 for an evaluation by evaluate.py.
@@ -354,8 +355,8 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
     line = f"{means[0]:.1f} % -> {means[1]:.1f} %: {value} points {interval}"
     line += f", paired over {len(tasks)} tasks"
     if num_left_out := len(before.keys() ^ after.keys()):
-        line += f" ({num_left_out} tasks left out, since only one file has them)"
-    # Evaluations that a run made do not contain its settings.
+        line += f" ({num_left_out} left out because they are in only one file)"
+    # Evaluations made during training do not record these settings.
     settings = [name for name in SETTINGS if name == "prompt" or (name in a and name in b)]
     if differing := [name for name in settings if a.get(name) != b.get(name)]:
         line += f"; settings that differ: {', '.join(differing)}"
@@ -369,10 +370,10 @@ def _read_result(path: str | Path) -> dict[str, Any]:
         for item in result["items"].values():
             float(item["avg"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not an eval.json; --compare needs two of these") from None
+        raise ValueError(f"{path} is not an eval.json; --compare needs two of them") from None
     if result.get("complete") is False:
         raise ValueError(
-            f"{path} is from an evaluation that was stopped; its episodes are not a fair sample, "
-            "since solved episodes are shorter and end first"
+            f"{path} is from an evaluation that was stopped early; its episodes are not a fair "
+            "sample, since solved episodes are shorter and end first"
         )
     return dict(result)

@@ -6,7 +6,7 @@ collapsed after 100 to 300 steps: the gradient norm rose to 8e8 and then to NaN,
 0, one token was repeated up to the limit, or actions no longer parsed. A sentinel is a rule that is
 checked after every step:
 
-    level    the value xₖ of step k is compared with a limit: warn, or the stricter stop
+    level    the value xₖ of step k is compared with two limits: warn, and the stricter stop
     streak   cₖ = cₖ₋₁ + 1 if xₖ is at the limit or beyond, else 0;   cₖ = cₖ₋₁ if xₖ is missing
     alarm    warn when the warn streak reaches `warn_after`, and not again during that streak
              stop at every step whose stop streak is `stop_after` or longer
@@ -60,14 +60,14 @@ class Rule:
 # "Recorded" refers to runs of 60 steps (recipes/results): three healthy RL seeds, imitation, and a
 # control with shuffled rewards that fell from 55 % to 12 %. The other numbers are judgement calls.
 RULES = {
-    # Gradient norm over the median of the last 20. Recorded: at most 2.3 (RL), 4.3 (imitation).
-    # Clipping makes one spike harmless, so three in a row are needed to stop.
+    # Gradient norm relative to the median of the last 20. Recorded: at most 2.3 (RL) and 4.3
+    # (imitation). Clipping makes one spike harmless, so only three in a row stop the run.
     "grad_norm": Rule(10, 100, 1, 3, "lower --learning-rate or --max-grad-norm"),
     # Mini-batches skipped in a step. One step can be bad luck; after three the model is broken.
     "non_finite": Rule(
         1, 1, 1, 3, "lower --learning-rate; check whether sampler/log_prob_diff_max rose first"
     ),
-    # Entropy over the initial entropy (the median of the first 10 steps). Recorded: 0.30 (RL);
+    # Entropy relative to the initial entropy (median of the first 10 steps). Recorded: 0.30 (RL);
     # imitation fell to 0.095 while held-out success rose, so low entropy alone is not a collapse.
     "entropy_floor": Rule(
         0.1, 0.01, 3, 5, "raise --entropy-coef or lower --learning-rate", falls=True
@@ -78,17 +78,17 @@ RULES = {
         1, 3, 3, 5, "lower --entropy-coef or --learning-rate, or raise --kl-loss-coef"
     ),
     # KL of one step's update, in nats per token. PPO implementations aim at 0.01 to 0.02; at 1 the
-    # clip no longer holds. One extreme token can dominate this mean, so three in a row must agree.
+    # clip no longer helps. One extreme token can dominate this mean, so only three in a row stop.
     "approx_kl": Rule(0.1, 1, 1, 3, "lower --learning-rate, --ppo-epochs or --clip-ratio"),
-    # KL to the reference, in nats per token; at 10 the reference finds a token e^10 times less
-    # likely than the policy does.
+    # KL to the reference, in nats per token; at 10 the reference finds a sampled token
+    # e^10 times less likely than the policy does.
     "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
     # Share of sampled tokens in 4-grams that occurred earlier in the same action. TextCraft's
-    # oracle has 0.01 with a word vocabulary, 0.25 with characters; an action that loops, near 1.
+    # oracle has 0.01 with a word vocabulary and 0.25 with characters; a looping action is near 1.
     "repeated_tokens": Rule(
         0.3, 0.6, 2, 3, "read the trajectories; lower --learning-rate or raise --kl-loss-coef"
     ),
-    # Share of actions that parse, over the best median of 5 steps so far.
+    # Share of actions that parse, relative to the best median of 5 steps so far.
     "valid_actions": Rule(
         *(0.7, 0.3, 2, 5),
         "read the trajectories; lower --learning-rate, or raise --kl-loss-coef, or "
@@ -96,16 +96,16 @@ RULES = {
         falls=True,
         min_fall=0.2,  # a smaller fall can be noise in a step of 20 to 200 turns
     ),
-    # Held-out success over the best so far. Recorded: at worst 0.88 (healthy); 0.88, 0.82, 0.32,
-    # 0.22 (shuffled). Two evaluations in a row must agree.
+    # Held-out success relative to the best so far. Recorded: at worst 0.88 (healthy); 0.88, 0.82,
+    # 0.32, 0.22 (shuffled). It takes two evaluations in a row to stop.
     "held_out": Rule(
         *(0.75, 0.5, 1, 2, "lower --learning-rate; check that the rewards mean success"),
         falls=True,
         min_fall=0.1,  # half the 95 % interval of the recipes' 252 samples
     ),
     # Success rate of a step in which all returns of each group are equal. A policy that solves all
-    # tasks is healthy; one that never solved any has nothing to lose and is not stopped. At a true
-    # success of 5 %, 64 samples all fail in 4 % of steps: never 5 in a row by chance.
+    # tasks is healthy; one that never solved any has nothing to lose and is not stopped. If 5 % of
+    # attempts succeed, all 64 samples fail in 4 % of steps, so 5 in a row do not happen by chance.
     "no_signal": Rule(
         *(0.05, 0.05, 5, 20),
         "lower --learning-rate if success was higher before; otherwise use easier --subtasks, a "
@@ -113,7 +113,7 @@ RULES = {
         falls=True,
     ),
 }
-MIN_GRAD_NORM = 0.1  # smallest median used; 10 times it is --max-grad-norm, where clipping begins
+MIN_GRAD_NORM = 0.1  # smallest median used; 10 times this is --max-grad-norm, where clipping begins
 RECENT_GRAD_NORMS, MIN_GRAD_NORMS = 20, 5  # window of the median; no check with fewer than 5
 FIRST_ENTROPIES = 10  # number of steps that define the initial entropy
 RECENT_RATES = 5  # window of a median, so that one lucky step does not become the best
@@ -176,7 +176,8 @@ class Sentinels:
 
         skipped = _skipped(metrics, finite)
         if skipped is not None:
-            text = f"{skipped:g} mini-batches skipped because loss or gradient was not finite"
+            plural = "es" * (skipped > 1)
+            text = f"{skipped:g} mini-batch{plural} skipped because loss or gradient was not finite"
             yield "non_finite", skipped, RULES["non_finite"].limits(), text
         if skipped:  # the means are incomplete, so an entropy of 0 would not show a collapse
             finite = {name: v for name, v in finite.items() if not name.startswith("policy/")}

@@ -1,11 +1,11 @@
 """Trackers send a run's metrics to a dashboard: `--log-to tensorboard wandb trackio`.
 
 A tracker receives each step's row, the run's options and the name of its folder. It receives no
-code, git state, host name or console output. A resumed run continues the same curve, with the id in
-<run>/trackers.json. If a tracker fails during the run, the run prints one line and continues
-without it. The packages are optional.
+code, git state, host name or console output. A resumed run reads its id from <run>/trackers.json
+and continues the same curve. If a tracker fails during the run, the run prints one line and
+continues without it. The packages are optional.
 
-    tensorboard   <run>/tensorboard/; to look at it: tensorboard --logdir runs
+    tensorboard   <run>/tensorboard/; view it with: tensorboard --logdir runs
     wandb         <run>/wandb/, and the online service unless WANDB_MODE=offline
     trackio       trackio's own folder (TRACKIO_DIR), or the space TRACKIO_SPACE_ID
 
@@ -32,7 +32,7 @@ class TrackerError(RuntimeError):
 def start(
     name: str, run_dir: Path, run_id: str, config: Values, resume_step: int | None
 ) -> Tracker:
-    """Start one of the three trackers; any exception of its library is passed on."""
+    """Start one of the three trackers; any exception from its library is passed on."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

@@ -1,1 +1,1 @@
-"""One run from its start to its end, and its files."""
+"""A run from start to end, and the files it writes."""

@@ -1,4 +1,4 @@
-"""A checkpoint holds the model in a format anyone can load, and all that a resumed run needs.
+"""A checkpoint holds the model in a format anyone can load, and everything a resumed run needs.
 
     checkpoints/step_000020/    Hugging Face files, which vLLM and transformers can load
         trainer_state/
@@ -9,10 +9,10 @@
     checkpoints/best            link to the best checkpoint by held-out evaluation, never deleted
 
 Each rank writes the pieces it holds, so no process needs memory for the full optimizer state. They
-are read by name and offset, so a run can be resumed with another number of processes. A checkpoint
-is either complete or absent: after a crash or on a full disk the previous one is intact
-(`run/files.py`). Data order, horizon and seeds are pure functions of the step, so there is no data
-cursor or random generator to restore.
+are read by name and offset, so a run can be resumed with a different number of processes. A
+checkpoint is either complete or absent; after a crash or on a full disk, the previous one is intact
+(`run/files.py`). Data order, horizon and seeds are pure functions of the step, so there is no
+position in the data and no random generator to restore.
 
 Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -150,7 +150,7 @@ def mark_best(run_dir: Path, step: int) -> None:
 
 
 def prune(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the best."""
+    """Delete all but the newest `keep_last` checkpoints and the best one."""
     best = (run_dir / "checkpoints" / "best").resolve().name
     for step in steps_saved(run_dir)[:-keep_last]:
         folder = folder_of(run_dir, step)
@@ -184,7 +184,7 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
     Args:
         expected: values that the saved state must have, e.g. {"algorithm": "grpo"}.
     Raises:
-        CheckpointError: it cannot be read, or has another algorithm, model or format.
+        CheckpointError: it cannot be read, or has a different algorithm, model or format.
     """
     path = folder_of(run_dir, step) / STATE
     try:
@@ -241,7 +241,7 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
 
 
 # Unpickling can call any function that the pickle names, and people share checkpoints. torch
-# unpickles the index and the values beside the tensors without restrictions. Here the index can
+# unpickles the index, and the values that are not tensors, without restrictions. Here the index can
 # only name the classes that torch writes into it, and the values are read with `weights_only`.
 
 _ALLOWED = {
@@ -282,7 +282,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, with a safe way to read the values beside the tensors."""
+    """torch's planner, with a safe way to read the values that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

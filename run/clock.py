@@ -4,7 +4,7 @@ The memory of each phase is dominated by:
 
     rollout      the sampler's weights, keys and values
     log-probs    activations of one micro-batch, one layer at a time
-    update       activations of all layers (--gradient-checkpointing: of one), gradients, moments
+    update       activations of all layers (one with --gradient-checkpointing), gradients, moments
     sync         one parameter at a time
 
 The peak is that of the accelerator, or of the process if there is none; `recipes/memory.py`
@@ -36,7 +36,7 @@ OPTIONS_TO_LOWER = {
     "time/update_s": ("max_tokens_per_micro_batch", "max_trajectory_tokens"),
 }
 
-# Memory of a sleeping sampler: torch still counts it as allocated, but the GPU has it free.
+# Memory of a sleeping sampler. torch counts it as allocated, although it is free on the GPU.
 asleep_bytes = 0
 
 
@@ -50,7 +50,7 @@ class Clock:
     ['memory/update_bytes', 'time/update_s']
 
     Args:
-        options: the run's options by name; an `OutOfMemory` error names those to lower.
+        options: the run's options by name; an `OutOfMemory` error says which ones to lower.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -97,7 +97,7 @@ def reset_peak() -> None:
 
 @contextlib.contextmanager
 def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a failed allocation into OutOfMemory, whose one line says which options to lower."""
+    """Turn a failed allocation into OutOfMemory, whose message names the options to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -121,9 +121,9 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
 def release_memory() -> None:
     """Return freed memory to the GPU and the system, so that the next phase can use it.
 
-    torch keeps the GPU memory that it has freed, so a sampler on the same GPU can run out of it:
+    torch keeps GPU memory that its tensors no longer use, so a sampler on the same GPU can run out:
     after the first update of a 3B model on an H200, vLLM could not wake up. On a CPU the heap
-    fragments, and the process keeps freed pages that lie between live buffers.
+    becomes fragmented, and the process keeps freed pages that lie between live buffers.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,7 +5,7 @@
 The rename is atomic, so a reader sees either the old content or the new one. If the process is
 killed before the rename, a hidden file is left behind, which `sweep` deletes.
 
-Read next: `run/checkpoint.py`, whose folders several processes write this way.
+Read next: `run/checkpoint.py`, which writes folders this way from several processes.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def finish_folder(new: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename the folder, then delete it: a killed process must not leave half of it in place."""
+    """Rename the folder, then delete it, so that a killed process does not leave half of it."""
     shutil.rmtree(folder.rename(new_folder(folder)))
 
 
 def make_folder(folder: Path) -> None:
-    """`mkdir -p`, flushed to disk, since a power failure could lose a folder with its files."""
+    """`mkdir -p`, flushed to disk, since a power failure could lose the folder and its files."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -115,8 +115,8 @@ def sweep(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of the weight files in a folder; "" if there are none. To be fast it covers their
-    names, their sizes and 64 samples of 4 KB each, which is enough to notice other weights."""
+    """Digest of the weight files in a folder; "" if there are none. For speed it covers
+    only their names, sizes and 64 samples of 4 KB each, which is enough to detect a change."""
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in paths:
         size = path.stat().st_size
@@ -129,7 +129,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Make the system write a file, or the list of names in a folder, to disk (fsync)."""
+    """Force a file, or the list of names in a folder, onto the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

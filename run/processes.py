@@ -3,7 +3,7 @@
     parent ── the only writing end of a pipe ──> the child's standard input, read by a thread
 
 When the parent dies, even by SIGKILL, the kernel closes its end of the pipe. The child's thread
-notices, and kills the child and all processes that it has started. The alternative,
+notices this and kills the child and all processes that the child has started. The alternative,
 PR_SET_PDEATHSIG, exists only on Linux, fires when the *thread* that started the child ends, and
 needs preexec_fn, which can deadlock with torch's threads.
 
@@ -35,7 +35,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 class NotReady(RuntimeError):
-    """A child ended or timed out before it was ready; the message has its output."""
+    """A child ended or timed out before it was ready; the message includes its output."""
 
 
 class Child:
@@ -55,9 +55,9 @@ class Child:
         """Wait until `condition()` is true and return its value. Raises NotReady if the child ends
         first, or `timeout_s` after its start."""
         while not (value := condition()):
-            problem = f"is not up after {timeout_s:g} s"
+            problem = f"is not ready after {timeout_s:g} s"
             if self.process.poll() is not None:
-                problem = f"exited with {self.process.returncode} at its start"
+                problem = f"exited with code {self.process.returncode} at startup"
             elif time.monotonic() < self._start_s + timeout_s:
                 time.sleep(0.05)
                 continue
@@ -66,7 +66,7 @@ class Child:
 
 
 def python_path() -> str:
-    """PYTHONPATH as absolute paths, so that it also works in another folder."""
+    """PYTHONPATH with absolute paths, so that it also works from another folder."""
     paths = os.environ.get("PYTHONPATH")
     return os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep))) if paths else ""
 
@@ -75,9 +75,9 @@ def python_path() -> str:
 def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
     """Run `python -m MODULE ARGUMENTS` until the block or this process ends.
 
-    The child is then terminated, or killed after 10 s; the processes that it started are killed
-    too. Ctrl-C in the terminal does not reach it, so a run can finish its step. `options` are
-    passed to Popen.
+    The child is then terminated, and killed if it still runs after 10 s; the processes that it
+    started are killed too. Ctrl-C in the terminal does not reach it, so a run can finish its step.
+    `options` are passed to Popen.
     """
     command = [sys.executable, "-c", _RUN_WHILE_STDIN_IS_OPEN, module, *arguments]
     if path := python_path():

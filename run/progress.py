@@ -24,10 +24,10 @@ from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
-EVERY_S = 30.0  # seconds between two lines
-CHECK_S = 1.0  # seconds between two checks whether a line is due
+EVERY_S = 30.0  # seconds between lines
+CHECK_S = 1.0  # seconds between checks whether a line is due
 MIN_SHARE = 0.1  # share of a phase that must be done before its remaining time is estimated
-RECENT = 10  # number of steps that predict how long the next ones take
+RECENT = 10  # number of past steps that predict how long the next ones take
 
 # ------------------------------------------------------------------------------ a line every 30 s
 
@@ -132,7 +132,7 @@ def playing(label: str, total: int) -> Iterator[Callable[[Any], None]]:
         def on_end(trajectory: Any) -> None:
             nonlocal num_solved
             num_solved += trajectory.success
-            tick(solved=f"{num_solved}")  # a share would mislead: solved episodes end first
+            tick(solved=f"{num_solved}")  # a percentage would mislead: solved episodes end first
 
         yield on_end
 
@@ -146,8 +146,8 @@ class TimeLeft:
         left after step t = (T - t) · median(recent steps, without evaluation)
                             + evaluations still due · median(evaluations)
 
-    A median, because a single step can be slow by accident. Recent steps, because the horizon
-    grows. `steps` is T; `eval_steps` are the steps after which the policy is evaluated.
+    It uses medians because a single step can be slow by chance, and recent steps because the
+    horizon grows. `steps` is T; `eval_steps` are the steps after which the policy is evaluated.
     """
 
     def __init__(self, steps: int, eval_steps: Sequence[int] = ()) -> None:
@@ -163,7 +163,7 @@ class TimeLeft:
             self.step_s.append(timings["time/step_s"] - (evaluation or 0.0))
 
     def after(self, step: int) -> float | None:
-        """Seconds from the end of `step` to the end of the run; None until a step was timed."""
+        """Seconds from the end of `step` to the end of the run; None before a step has a time."""
         if not self.step_s:
             return None
         num_evaluations = sum(eval_step > step for eval_step in self.eval_steps)
@@ -226,8 +226,8 @@ HEADER_EVERY = 20  # rows
 
 
 def columns_of(method: str, envs: Sequence[str] = ()) -> Columns:
-    """A method's columns. With several environments there is a return for each one, instead of
-    the mean return and the success rate.
+    """A method's columns. With several environments there is one return column for each, instead
+    of the mean return and the success rate.
 
     >>> [head for head, *_ in columns_of("rl", ["textcraft", "babyai"])][:3]
     ['textcraft', 'babyai', 'turns']

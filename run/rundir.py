@@ -1,4 +1,4 @@
-"""A run directory holds the files of one run, and a lock against a second process.
+"""A run directory holds the files of one run, and a lock that keeps other processes out.
 
     runs/textcraft-grpo-20261121-101500/
         config.json        the method, all options, versions, commit, hardware, command line
@@ -8,8 +8,8 @@
         trajectories/      step_000001.jsonl, eval_000020.jsonl: one trajectory per line
         eval/ checkpoints/ reward.png tokenizer/
 
-A directory that holds a run is refused without `--resume`. One that another process uses is always
-refused. Only rank 0 writes; on the other ranks a `Run` only provides the path.
+A directory that already holds a run can only be opened with `--resume`. One that another process is
+using is always refused. Only rank 0 writes; on the other ranks a `Run` only provides the path.
 
 Read next: `train.py`.
 """
@@ -71,13 +71,13 @@ class Run:
             files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Write tokenizer/, with which replay.py decodes token ids even before a checkpoint."""
+        """Write tokenizer/, so that replay.py can decode token ids even before a checkpoint."""
         folder = self.path / TOKENIZER
         if self.writes and not folder.exists():
             files.build_folder(folder, tokenizer.save_pretrained)
 
     def add_line(self, name: str, row: dict[str, Any]) -> None:
-        """Append a JSON line, unless the log has it: a resumed run can repeat its last lines."""
+        """Append a JSON line unless the log has it already: a resumed run can repeat lines."""
         path, line = self.path / name, json.dumps(row, allow_nan=False) + "\n"
         if self.writes and line not in path.read_text(encoding="utf-8").splitlines(keepends=True):
             with open(path, "a", encoding="utf-8") as file:
@@ -94,7 +94,7 @@ class Run:
         return f"{python_command()} {command}"
 
     def discard(self) -> None:
-        """Delete a new run after a usage error that was found late, as in a task list."""
+        """Delete a new run after a usage error that is found late, for example in a task list."""
         if self.is_new and self.writes:
             for name in ("config.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best held-out success; if never evaluated, the newest."""
+        """The checkpoint with the best held-out success; without an evaluation, the newest."""
         return best_checkpoint(self.path)
 
 
@@ -124,8 +124,8 @@ def open_run(config: RunConfig) -> Run:
     """Make the directory of a new run, or open the one to resume. Collective.
 
     Raises:
-        Misuse: it holds a run and --resume was not given, or the other way round; another process
-            uses it; it cannot be made; some process cannot see it.
+        Misuse: it holds a run but --resume was not given, or holds none but it was; another process
+            uses it; it cannot be created; some process cannot see it.
     """
     run: Run | None = None
 
@@ -142,8 +142,8 @@ def open_run(config: RunConfig) -> Run:
             run.close()
         raise Misuse(
             f"--run-dir {path} is not on a disk that all processes share (rank "
-            f"{is_visible.index(False)} cannot see it): each one writes its part of a checkpoint "
-            "there"
+            f"{is_visible.index(False)} cannot see it), but each process writes its part of a "
+            "checkpoint there"
         )
     return run or Run(path, not config.resume, writes=False, program=config.program)
 
@@ -158,7 +158,7 @@ def _open(config: RunConfig) -> Run:
         files.make_folder(path)
         run = Run(path, not config.resume, program=config.program)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise Misuse(f"--run-dir {path} cannot be made: {error}") from error
+        raise Misuse(f"--run-dir {path} cannot be created: {error}") from error
     files.sweep(path)  # unfinished files of a killed process
     about = {"method": config.method, "config": asdict(config), **provenance()}
     if config.resume:  # keep the provenance of the run's first command
@@ -170,7 +170,7 @@ def _open(config: RunConfig) -> Run:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, commit, hardware and command line, on which a result also depends."""
+    """Versions, commit, hardware and command line: a result depends on these too."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -1,11 +1,11 @@
-"""A session carries a run from start to end: resume, log, evaluate, save, and stop without loss.
+"""A session carries a run from start to end: resume, log, evaluate, save and stop safely.
 
 The four programs define what a training step does; this file turns steps into a run:
 
     open       lock the directory, handle Ctrl-C and SIGTERM, make a `Worker`
     restore    with --resume: load the newest checkpoint and cut the logs back to it
     each step  evaluate when due, log, check for collapse, save when due
-    end        close; after Ctrl-C, save first and print the command that resumes
+    end        close; after Ctrl-C, save first and print the command to resume
 
 Read next: `run/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -61,7 +61,7 @@ def open_session(
 
     Raises:
         Misuse: an option, or a file that it names, cannot work; no run directory is left behind.
-        KeyboardInterrupt: after Ctrl-C, when everything is saved.
+        KeyboardInterrupt: Ctrl-C was pressed; everything is saved.
     """
     check_memory(config)
     for note in notes(config):
@@ -106,8 +106,8 @@ class Session(Generic[WorkerType]):
         completed_step, saved_step: the last step that was logged, and the last with a checkpoint.
         best, best_step: the best held-out success (0..1) and its step. If sft.py never plays,
             `best` is minus the held-out loss.
-        evaluated_step: step of the last evaluation that `best` and the sentinels include.
-        failure: an error to raise when the completed steps are saved (`saving_on_failure`).
+        evaluated_step: step of the last evaluation counted in `best` and the sentinels.
+        failure: an error to raise after the completed steps are saved (`saving_on_failure`).
     """
 
     logger: MetricsLogger
@@ -167,8 +167,8 @@ class Session(Generic[WorkerType]):
                 ) from error
             if worker.needs_start and self.start and state.get("start", self.start) != self.start:
                 raise TrainingError(
-                    f"the weights in {worker.start} have changed since this run began, and it "
-                    "needs the old ones: put them back, or start a new run"
+                    f"the weights in {worker.start} have changed since this run began, but "
+                    "resuming needs the original ones: put them back, or start a new run"
                 )
         if self.config.plays:  # this also wakes the sampler
             worker.sync_with_probes(self.completed_step, worker.openings)
@@ -197,8 +197,8 @@ class Session(Generic[WorkerType]):
         try:
             yield
         except RunFailed as error:
-            # Saving is collective, so all ranks must have failed. Every rank raises these three
-            # errors, because they follow from numbers that were gathered from all ranks.
+            # Saving is collective, so all ranks must have failed. These three errors are raised on
+            # every rank, because they follow from numbers gathered from all ranks.
             on_all_ranks = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
             on_all_ranks |= distributed.world_size() == 1 or distributed.is_known_to_all(error)
             if on_all_ranks:
@@ -249,10 +249,11 @@ class Session(Generic[WorkerType]):
             )
         for env, row in rows.items():
             avg, in_env = row["avg"], f" in {env}" if len(rows) > 1 else ""
+            samples = f"{summary['samples']} sample{'s' * (summary['samples'] > 1)}"
             distributed.say(
                 f"step {step}: held-out success{in_env} {avg['value']:.1%} "
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], "
-                f"{row['items']} tasks x {summary['samples']} samples"
+                f"{row['items']} tasks x {samples}"
             )
         metrics = {
             **by_env("eval/avg", {env: row["avg"]["value"] for env, row in rows.items()}, fmean),
@@ -278,7 +279,7 @@ class Session(Generic[WorkerType]):
             KeyboardInterrupt: Ctrl-C was pressed during the step.
             RunFailed: something failed after the step had changed the weights.
         """
-        # Log before saving: a resumed run drops log lines that are later than its checkpoint.
+        # Log before saving: a resumed run drops log lines from after its checkpoint.
         self.logger.log(step, metrics)
         self.completed_step = step
         collapse = self.watch(step, metrics)
@@ -385,7 +386,7 @@ class StopRequests:
             save()
 
     A second Ctrl-C exits at once, without saving. A launcher passes Ctrl-C on, so its processes
-    get it twice; under a launcher, two signals within seconds count as one request.
+    get it twice; under a launcher, two signals within a few seconds count as one request.
     """
 
     SAME_REQUEST_S = 3.0
@@ -503,9 +504,13 @@ def first_and_last(means: Sequence[float]) -> str | None:
     """
     >>> first_and_last([0.25, 0.5, 0.75, 0.75])
     '0.375 in the first 2 steps, 0.750 in the last 2'
+    >>> first_and_last([0.25, 0.5])
+    '0.250 in the first step, 0.500 in the last'
     """
     count = min(5, len(means) // 2)
     if not count:
         return None
+    if count == 1:
+        return f"{means[0]:.3f} in the first step, {means[-1]:.3f} in the last"
     first, last = fmean(means[:count]), fmean(means[-count:])
     return f"{first:.3f} in the first {count} steps, {last:.3f} in the last {count}"

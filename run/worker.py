@@ -6,7 +6,7 @@
 
 There is one `Worker` per process. The programs (`train.py`, `sft.py`, ...) decide which of its
 methods a step calls, and in which order. With several processes, each one plays a share of the
-tasks and then receives the trajectories of all (`scale/distributed.py`). Rank 0 writes the files.
+tasks and then receives all trajectories (`scale/distributed.py`). Rank 0 writes the files.
 
 Read next: `run/session.py`.
 """
@@ -82,7 +82,7 @@ class Worker:
     """
 
     openings: list[list[int]]  # first prompt of one task per environment, as token ids
-    num_probes = 2  # number of prompts with which each weight sync is checked
+    num_probes = 2  # number of prompts used to check each weight sync
     kl_controller: FixedKLController | None = None
     pool: EnvPools
     engine: Engine
@@ -108,7 +108,7 @@ class Worker:
             self.load_models()
         if config.plays:
             compiles = config.engine == "vllm" and not (config.enforce_eager or config.engine_url)
-            note = " (vLLM compiles the model; the first time takes minutes)" if compiles else ""
+            note = " (vLLM compiles the model, which can take minutes)" if compiles else ""
             with phase(f"starting the sampler{note}"):
                 self.engine = self.start_engine(stack)
             stack.push(self.close_engine)
@@ -210,7 +210,7 @@ class Worker:
 
     def free_policy(self) -> None:
         """Free the policy's memory before another policy is loaded. This takes some care:
-        accelerate keeps a reference to it, and sharded models are reference cycles."""
+        accelerate keeps a reference to it, and sharded models contain reference cycles."""
         distributed.forget(self.accelerator, self.policy.model)
         del self.policy
         gc.unfreeze()  # vLLM froze every object that existed when it started
@@ -242,8 +242,8 @@ class Worker:
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the sampler, unless only this rank has failed. vLLM would then close the process
-        group, which on GPUs waits for all ranks, and the error would never be printed."""
+        """Close the sampler, unless only this rank has failed: vLLM would then close the process
+        group, which waits for all ranks on GPUs, and the error would never be printed."""
         is_shared = error is None or isinstance(error, KeyboardInterrupt)
         if is_shared or distributed.world_size() == 1 or distributed.is_known_to_all(error):
             self.engine.close()
@@ -272,7 +272,7 @@ class Worker:
         self, requests: Sequence[RolloutRequest], weight_version: int, label: str, log: RolloutLog
     ) -> list[RolloutHandler]:
         """`rollout.collect` on all ranks. Each rank plays a share and gets all trajectories, in
-        the order of the requests. `log` covers this rank at first and all ranks at the end.
+        the order of the requests. `log` covers this rank while playing, and all ranks at the end.
         """
         c, ranks = self.config, distributed.world_size()
         share = share_of(requests, distributed.rank(), ranks)
@@ -348,7 +348,7 @@ class Worker:
         )
 
     def sync_with_probes(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
-        """`sync` with the prompts (token ids) to check it with."""
+        """`sync`, checked with these prompts (token ids)."""
         c = self.config
         num_bytes = self.load_into_engine()
         max_tokens = c.max_trajectory_tokens - sync.NUM_PROBED
@@ -397,19 +397,20 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
     batch = f"up to {c.trajectories_per_step} trajectories per step"
     if isinstance(c, Config):
         turns = " and ".join(", then ".join(map(str, part.rounds)) for part in configs)
-        batch = f"{c.tasks_per_step} tasks x {c.group_size} samples per step, up to {turns} turns"
+        samples = f"{c.group_size} sample{'s' * (c.group_size > 1)}"
+        batch = f"{c.tasks_per_step} tasks x {samples} per step, up to {turns} turns"
     weights = f"LoRA adapters of rank {c.lora_rank}" if c.lora_rank else "all weights"
     sampler = f"sampling with {c.engine}" if c.plays else "no sampling"
     evaluation = "none, so no checkpoint will be marked as the best"
     if num_held_out:
         plural = "s" * (c.eval_samples > 1)
         evaluation = (
-            f"{num_held_out} held-out tasks, {c.eval_samples} sample{plural} each every "
-            f"{c.eval_every} steps ({c.samples_at(0)} before step 1), up to "
+            f"{num_held_out} held-out tasks, {c.eval_samples} sample{plural} each, every "
+            f"{c.eval_every} steps (before step 1: {c.samples_at(0)} each), up to "
             f"{max(evaluation_horizons(c).values())} turns"
         )
     elif getattr(c, "hold_out", 0):
-        evaluation = "held-out loss; the checkpoint with the lowest is the best"
+        evaluation = "held-out loss; the checkpoint with the lowest loss is the best"
     return [
         f"run: {c.steps} steps of {c.name}, {batch}; files in {run_dir}",
         f"model: {c.model}, training {weights}, {sampler}",

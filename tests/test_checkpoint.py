@@ -1,4 +1,4 @@
-"""run/checkpoint.py: complete or absent, refused if damaged or dangerous, resumed exactly."""
+"""run/checkpoint.py: complete or absent, refused if damaged or unsafe, and resumed exactly."""
 
 import errno
 import json
@@ -67,7 +67,7 @@ def save(run_dir, step, model, value=1.0, parts=None):
 
 
 def load_newest(run_dir, expected=EXPECTED):
-    """(step, state, parts) of the newest checkpoint, loaded over other numbers."""
+    """(step, state, parts) of the newest checkpoint, loaded into parts with other numbers."""
     parts = make_parts(value=-3.0)
     step, state = checkpoint.load_newest(run_dir, expected, parts)
     return step, state, parts
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused_and_not_skipped(
 
 
 class Trap:
-    """When it is unpickled it makes a folder, which stands for any malicious code."""
+    """Unpickling it creates a folder, as a stand-in for malicious code."""
 
     def __init__(self, path):
         self.path = path
@@ -197,7 +197,7 @@ class Trap:
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path, model):
-    """Neither code in the index nor code in a value beside the tensors."""
+    """Neither code in the index nor code in a value that is not a tensor."""
     trap, saved_parts, parts = Trap(tmp_path / "ran"), make_parts(), make_parts()
     saved_parts["policy"][1].param_groups[0]["extra"] = trap
     parts["policy"][1].param_groups[0]["extra"] = 0.0

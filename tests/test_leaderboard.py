@@ -1,4 +1,4 @@
-"""The benchmark table: the paper's numbers add up, and differences to the paper are listed."""
+"""The benchmark table: the paper's numbers add up, and differences from the paper are listed."""
 
 from collections import Counter
 
@@ -91,11 +91,11 @@ def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_listed
     assert "pass@2 % [95 %]" in rows["babyai", "all"]
     assert ("mars", "not measured: no / Java") in rows
     assert differences(table) == [
-        "temperature 0.5, the paper's is 1",
-        "textcraft: other tasks than the paper's test (depth 2 2 of 41, depth 3 0 of 25, "
-        "depth 4 0 of 3, depth 5 1 of 0, all 34 of 100)",
+        "temperature 0.5; the paper's is 1",
+        "textcraft: number of tasks differs from the paper's (depth 2: 2, not 41; depth 3: 0, "
+        "not 25; depth 4: 0, not 3; depth 5: 1, not 0; all: 34, not 100)",
         "babyai: 1 of 180 episodes were lost to infrastructure and left out",
-        "babyai: up to 10 turns, in the paper 20",
+        "babyai: up to 10 turns; 20 in the paper",
     ]
     assert all(f"! not comparable: {line}" in format_markdown(table) for line in differences(table))
     content = to_json(table)["families"]

@@ -161,7 +161,7 @@ def test_a_resumed_log_equals_the_uninterrupted_one_byte_for_byte(tmp_path, monk
     write_steps(tmp_path / "uninterrupted", range(1, 9))
     write_steps(tmp_path / "resumed", range(1, 6))
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
-        file.write(last_line)  # as left by a crash
+        file.write(last_line)  # as a crash leaves it
     write_steps(tmp_path / "resumed", range(4, 9), resume_step=3)
     for name in ("metrics.jsonl", "timings.jsonl"):
         logs = [(tmp_path / run / name).read_bytes() for run in ("uninterrupted", "resumed")]

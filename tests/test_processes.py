@@ -1,4 +1,4 @@
-"""run/processes.py: a child process ends with its parent. The programs that are started this way
+"""run/processes.py: a child process ends with its parent. The programs started this way
 are tested in test_envclient.py and test_fleet.py."""
 
 import os
@@ -88,12 +88,12 @@ with child(sys.argv[1]) as server:
 def test_the_error_contains_the_output_of_a_child_that_failed(module):
     failing = module("import sys; print('loading', flush=True); sys.exit('no such card')")
     with (
-        pytest.raises(NotReady, match=r"^exited with 1 at its start:\nloading\nno such card\n$"),
+        pytest.raises(NotReady, match=r"^exited with code 1 at startup:\nloading\nno such card\n$"),
         child(failing) as server,
     ):
         server.wait_until(lambda: None, 30)
     with (
-        pytest.raises(NotReady, match=r"^is not up after 0.5 s:\nloading\n$"),
+        pytest.raises(NotReady, match=r"^is not ready after 0.5 s:\nloading\n$"),
         child(module("import time; print('loading', flush=True); time.sleep(60)")) as server,
     ):
         server.wait_until(lambda: None, 0.5)

@@ -82,8 +82,8 @@ def test_if_all_tasks_agree_the_interval_is_the_exact_binomial_one(num_items):
 
 @pytest.mark.parametrize("num_solved", [1, 4])
 def test_if_few_of_many_are_solved_the_interval_is_the_exact_binomial_one(num_solved):
-    """At its lower end, at least so many successes have a probability of 2.5 %; at its upper end,
-    at most so many (as in scipy's binomtest(k, 40).proportion_ci)."""
+    """At the lower end, at least k successes have probability 2.5 %; at the upper end, at most k,
+    as in scipy's binomtest(k, 40).proportion_ci."""
 
     def probability(share, counts):
         return sum(math.comb(40, k) * share**k * (1 - share) ** (40 - k) for k in counts)
@@ -129,7 +129,7 @@ def test_compare_reports_the_difference_tasks_left_out_and_settings_that_differ(
     before, after = write("a.json", 0.0, 0.5, 1.0), write("b.json", 1.0, 1.0, prompt="Craft.")
     line = compare(before, after)
     assert line.startswith("25.0 % -> 100.0 %: +75.0 points [")
-    assert "paired over 2 tasks (1 tasks left out, since only one file has them)" in line
+    assert "paired over 2 tasks (1 left out because they are in only one file)" in line
     assert line.endswith("settings that differ: prompt")
     assert "differ" not in compare(before, before)
     write("b.json", 0.0, complete=False)

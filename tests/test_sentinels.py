@@ -1,5 +1,5 @@
-"""reporting/sentinels.py: a healthy run raises no alarm, a collapse warns and then stops the run,
-and one spike stops nothing."""
+"""reporting/sentinels.py: a healthy run raises no alarm, a collapse causes a warning and then stops
+the run, and a single spike does not stop it."""
 
 import json
 import math

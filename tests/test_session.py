@@ -204,7 +204,7 @@ def test_a_resumed_run_is_not_evaluated_with_wrong_weights_in_the_sampler(
 
 
 class SolvedLater(Letters):
-    """Its tasks are solved after eight episodes, so only from the second evaluation on."""
+    """Tasks are only solved after eight episodes, so not before the second evaluation."""
 
     num_played = 0
 

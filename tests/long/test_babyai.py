@@ -1,6 +1,6 @@
 """Long tests of BabyAI: the oracle on ten seeds of every level.
 
-The oracle solved 399 of 400 tasks (40 levels x 10 seeds). The other one, level 7 with seed 6,
+The oracle solved 399 of 400 tasks (40 levels x 10 seeds). The remaining one, level 7 with seed 6,
 cannot be won: its goal is in a locked room, together with the only key to that room.
 """
 
@@ -65,5 +65,5 @@ def test_the_oracle_solves_all_winnable_tasks_of_ten_seeds_over_http():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_oracle_recovers_from_ten_random_actions_on_every_level():
-    """It solved 119 of 120; in the other one, a box of the mission had been opened and was gone."""
+    """It solved 119 of 120; in the remaining one, a box that the mission needs was already gone."""
     assert sum(num_solved_after_random_play(range(1, 41), seed) for seed in (1, 2, 3)) >= 117

@@ -1,4 +1,4 @@
-"""Complete runs with several processes: resume, Ctrl-C, a launcher of one, a vLLM per rank."""
+"""Complete runs with several processes: resume, Ctrl-C, one process, a vLLM per rank."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_ctrl_c_saves_once(tmp_path):
 
 
 def run_with_vllm(tmp_path, **changes):
-    """Run two processes whose samplers get the weights of every step: (run folder, actions)."""
+    """Run two processes whose samplers get each step's weights; returns (run folder, actions)."""
     settings = options(
         tmp_path,
         "http://127.0.0.1:9",

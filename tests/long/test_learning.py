@@ -1,4 +1,4 @@
-"""Every algorithm learns: runs of train.py in an environment that pays for the letters a to m.
+"""Every algorithm learns: runs of train.py in an environment that rewards the letters a to m.
 
 Random text earns about 0.5. The difference of two means over five steps has a standard error of
 0.013, so the margin of 0.2 is more than ten standard errors. Over six seeds GRPO gained 0.40 to

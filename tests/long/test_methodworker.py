@@ -37,7 +37,7 @@ def test_the_return_rises(method, changes, margin, tmp_path, url):
 
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_two_processes_learn_the_same_as_one(method, tmp_path, url):
-    """The first iteration is equal up to the order of sums. The second begins with weights that
+    """The first iteration is the same up to the order of sums. The second starts from weights that
     differ in their last digits."""
     results = {}
     for ranks in (1, 2):

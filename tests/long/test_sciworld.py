@@ -29,8 +29,8 @@ def solve_over_http(url, task_index, seed=0):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_kinds_are_solved_over_http_and_twenty_eight_of_thirty_in_the_easy_mode(server):
-    """ScienceWorld's solutions of the other two find nothing to heat with, or lose the bees through
-    the open doors."""
+    """For the other two, ScienceWorld's own solution finds nothing to heat with, or loses the bees
+    through the open doors."""
     for kind, start in zip(KINDS, STARTS):
         index = start + kind.num_variations // 2
         solve_over_http(server, index)

@@ -2,7 +2,7 @@
 
 Each run is a separate process (tests/train_toy.py) that kills itself at a given place in a given
 step. After it is resumed, its files must equal those of an uninterrupted run byte for byte:
-metrics, trajectories, evaluations, checkpoints. It must not leave additional files.
+metrics, trajectories, evaluations, checkpoints. There must be no other files.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ QWEN2 = "transformers.models.qwen2.modeling_qwen2"  # the architecture of `tiny`
 
 
 class Lucky(Letters):
-    """About half of all random texts are a success, so that evaluations differ."""
+    """About half of all random texts succeed, so that evaluations differ."""
 
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)

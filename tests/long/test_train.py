@@ -69,7 +69,7 @@ def test_ctrl_c_during_a_rollout_saves_and_prints_a_command_that_resumes_the_run
 
 
 def test_two_steps_through_vllm_and_http(tmp_path):
-    """The run starts its environment server; vLLM samples and talks to it over real HTTP."""
+    """The run starts its own environment server and talks to it over real HTTP; vLLM samples."""
     settings = options(
         tmp_path,
         None,

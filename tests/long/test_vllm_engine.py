@@ -10,7 +10,7 @@ from engines import EngineError, SamplingSettings
 from sampling.vllm_engine import VLLMEngine
 
 __all__ = ["checkpoint", "lm"]  # fixtures
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a start on a busy machine
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # it can start slowly on a busy machine
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -42,7 +42,7 @@ def assert_trainer_agrees(lm, dtype, prompt_ids, generation, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_vllm_reports_the_log_probs_that_the_trainer_computes(vllm, lm, temperature):
-    """Also at 0.7: vLLM's default log-probs are before temperature, off by 0.3 nats or more."""
+    """Also at 0.7: vLLM's default log-probs ignore temperature and are off by 0.3 nats or more."""
     engine, dtype = vllm
     prompts = {f"r{n}": prompt_of(n, seed=n) for n in (5, 17, 150)}
     sampling = SamplingSettings(24, temperature)
