@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_chatapi import ScriptedServer, fails
 from test_engines import finish, run
-from test_processes import module, until
+from test_processes import module, wait_until
 
 from engines import EngineError, Generation, SamplingSettings
 from sampling import fleet
@@ -126,13 +126,13 @@ def test_a_request_goes_to_the_least_busy_server_but_a_trajectory_stays_where_it
 ):
     block(*servers)
     submit(engine, range(6))
-    until(lambda: [len(s.prompts) for s in servers] == [3, 3])
+    wait_until(lambda: [len(s.prompts) for s in servers] == [3, 3])
     block(servers[1], is_blocked=False)
     while engine.num_running > 3:  # the requests at servers[1] finish
         engine.poll()
     (n, *_), *_ = servers[1].prompts
     submit(engine, range(6, 9))
-    until(lambda: [len(s.prompts) for s in servers] == [3, 6])
+    wait_until(lambda: [len(s.prompts) for s in servers] == [3, 6])
     block(servers[0], is_blocked=False)
     finish(engine)
     run(engine, **{f"r{n}": ([n, n], SETTINGS)})
@@ -142,10 +142,10 @@ def test_a_request_goes_to_the_least_busy_server_but_a_trajectory_stays_where_it
 def test_abort_disconnects_and_an_aborted_name_can_be_used_again(engine, servers):
     block(*servers)
     submit(engine, range(6))
-    until(lambda: len(servers[0].prompts) == len(servers[1].prompts) == 3)
+    wait_until(lambda: len(servers[0].prompts) == len(servers[1].prompts) == 3)
     engine.abort()
     assert engine.num_running == 0 and engine.poll() == []
-    until(lambda: not any(server.num_running for server in engine._servers))
+    wait_until(lambda: not any(server.num_running for server in engine._servers))
     block(*servers, is_blocked=False)
     assert run(engine, r0=([7], SETTINGS))["r0"].token_ids == [7]
     run(engine, a=([1], SETTINGS), b=([2], SETTINGS))  # neither server was excluded
@@ -160,7 +160,7 @@ def test_a_server_that_dies_is_used_again_only_after_it_has_the_weights(engine, 
     dying, healthy = servers
     block(dying, healthy)
     submit(engine, range(6))
-    until(lambda: len(dying.prompts) == len(healthy.prompts) == 3)
+    wait_until(lambda: len(dying.prompts) == len(healthy.prompts) == 3)
     block(healthy, is_blocked=False)
     dying.is_dead = True
     generations = finish(engine)
