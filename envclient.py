@@ -1,7 +1,7 @@
-"""The client of an environment: `reset` and `step` over HTTP, and a pool of clients over servers.
+"""The environment client: `reset` and `step` over HTTP, and a pool that spreads clients over servers.
 
 The environment runs in a separate server process (envs/server.py, or one of AgentGym's), so a crash
-or a memory leak there does not stop the trainer. A client is one session of one server. It works
+or a memory leak there does not stop the trainer. A client is one session on one server. It works
 like a Gymnasium environment whose action is the full text that the model wrote:
 
     >>> with local_server("textcraft") as url, connect("textcraft", url) as client:
@@ -11,9 +11,9 @@ like a Gymnasium environment whose action is the full text that the model wrote:
 info={'success': False, 'score': 0.0})
 
 When something goes wrong, the question is: *could the policy have caused it?* If its text is too
-long or holds no action, it gets reward 0 and an observation that explains the mistake, and the
-episode continues. If the server failed, the client raises an EnvError and the episode is over; it
-is never scored as a failure of the policy.
+long or contains no action, the policy gets reward 0 and an observation that explains the mistake,
+and the episode continues. If the server failed, the client raises an EnvError. The episode is then
+over, but never scored as a failure of the policy.
 
 A client repeats a request only if the server is full (429), because a full server has done nothing.
 It never repeats a /step whose answer was lost, because the action may have been executed. Instead
@@ -55,7 +55,7 @@ MAX_CLOSING = 64  # threads that close sessions
 BACK_OFF_S = 0.2  # wait before a full server gets the next request
 FIRST_WAIT_S = 1.0  # wait for addresses that have never worked: the server may be starting
 CLOSE_TIMEOUT_S = 2.0  # less than timeout_s, because servers evict sessions that are not closed
-BODY_CHARS = 500  # characters of an answer that error messages show
+BODY_CHARS = 500  # characters of an answer shown in error messages
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -107,7 +107,7 @@ class ActionRejected(EnvError):
 
 
 class NotSupported(EnvError):
-    """The server does not have this path. AgentGym's lack /available_actions, /state, /oracle."""
+    """The server does not have this path. AgentGym's servers lack /available_actions, /state, /oracle."""
 
 
 class AllServersDown(EnvError):
@@ -126,7 +126,7 @@ _SESSION_LOST = re.compile(r"session \S+ does not exist|\bid \S+ is not valid|ha
 
 
 def read_answer(url: str, status: int, content: bytes) -> Any:
-    """The JSON value of a good answer. For any other answer, raises the matching EnvError."""
+    """The JSON value of a successful answer. Raises the matching EnvError for any other answer."""
     path, body = "/" + url.rpartition("/")[2], content[: 4 * BODY_CHARS].decode(errors="replace")
     try:
         answer = parse(content)
@@ -170,7 +170,7 @@ class StepResult(NamedTuple):
     reward: float  # for this turn only; an episode's rewards sum to 0..1
     terminated: bool  # the task is over
     truncated: bool  # the environment's own limit cut the episode
-    info: dict[str, Any]  # "success", "score"; for a bad text "parse_error" or "rejected"
+    info: dict[str, Any]  # "success", "score"; also "parse_error" or "rejected" for an invalid text
 
 
 def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
@@ -179,14 +179,14 @@ def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
 
 
 class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
-    """One session of one server, for one thread at a time. It sends nothing before open() or the
+    """One session on one server, for one thread at a time. It sends nothing before open() or the
     first reset().
 
     Args:
         env: a name as for envs.get_env; its class parses the text and defines the wire format.
-        base_url: http://HOST:PORT of the server, or "local": an environment in this process.
+        base_url: http://HOST:PORT of the server, or "local" to run the environment in this process.
         timeout_s: time limit of a request, in seconds.
-        prompt: messages before the first observation; None: the environment's PROMPT.
+        prompt: messages before the first observation; if None, the environment's PROMPT.
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             self._session_id = self._field(answer, "/create", self._wire.session_field, int)
 
     def served_env(self) -> str | None:
-        """The environment's name according to the server's /health, or None: AgentGym's servers do
-        not have it, and a proxy can answer anything."""
+        """The environment's name according to the server's /health; None if /health does not say,
+        since AgentGym's servers lack it and a proxy can answer anything."""
         try:
             answer = self._request("GET", "/health", {})
         except UNREACHABLE:
@@ -254,8 +254,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return observation
 
     def step(self, model_text: str) -> StepResult:
-        """Play the action in `model_text`. The reward is 0 if the text holds no action (then
-        nothing is sent) or the server refuses it. After an EnvError, only reset() is possible."""
+        """Play the action in `model_text`. The reward is 0 if the text contains no action
+        (then nothing is sent) or the server refuses it. After an EnvError, only reset() is possible."""
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
@@ -282,13 +282,13 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
 
     def available_actions(self) -> list[str]:
-        """Actions that the current state accepts. AgentGym's servers raise NotSupported here, in
-        state() and in oracle()."""
+        """Actions that the current state accepts. AgentGym's servers support neither this nor
+        state() nor oracle(): all three raise NotSupported."""
         answer = self._call("GET", "/available_actions")
         return self._field(answer, "/available_actions", "actions", list)
 
     def state(self) -> dict[str, Any]:
-        """The current state, as a person would want to see it."""
+        """The current state, human-readable."""
         answer = self._call("GET", "/state")
         if not isinstance(answer, dict):
             raise self._unexpected(answer, "/state", "an object")
@@ -300,8 +300,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return tuple(self._field(answer, "/oracle", name, str) for name in ("thought", "action"))
 
     def close(self) -> bool:
-        """Free the session; True if the server confirms it. Never raises EnvError. A request that
-        runs in another thread ends immediately with an EnvConnectionError, which the pool does not
+        """Free the session; True if the server confirms it. Never raises EnvError. A request
+        running in another thread ends immediately with an EnvConnectionError, which the pool does not
         count as a failure of the server."""
         self._is_closed, self._is_running, was_open = True, False, False
         session_id, self._session_id = self._session_id, None
@@ -320,10 +320,10 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self.close()
 
     def note_failure(self, error: EnvError) -> None:
-        """Called with each error that a server has caused; a pool's client overrides it."""
+        """Called with each error that a server causes; a pool's client overrides it."""
 
     def _refusal(self, message: str, kind: str) -> StepResult:
-        """The result of a bad text: the state is unchanged, and the policy reads the reason."""
+        """The result of an invalid text: the state is unchanged, and the policy reads the reason."""
         info = {"success": False, "score": self._score, kind: message}
         return StepResult(message, 0.0, False, False, info)
 
@@ -351,7 +351,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     def _request(
         self, method: str, path: str, fields: dict[str, Any], timeout_s: float | None = None
     ) -> Any:
-        """The JSON value of a good answer; raises EnvError for any other."""
+        """The JSON value of a successful answer; raises EnvError for any other."""
         http, url, query, body, headers = self._http, self.base_url + path, "", None, None
         if method != "GET":
             body, headers = json.dumps(fields).encode(), JSON_HEADERS
@@ -387,7 +387,7 @@ class Address:
     """The pool's record of one server."""
 
     url: str
-    clients: set[EnvClient] = field(default_factory=set)  # not closed; some are still opening
+    clients: set[EnvClient] = field(default_factory=set)  # open, or still opening
     pause_s: float = 0.0  # length of the current pause after a failure; 0: the server works
     paused_until: float = 0.0  # time.monotonic() at which the pause ends
     prober: EnvClient | None = None  # the one client that tests the server after a pause
@@ -398,16 +398,17 @@ class Address:
 class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     """Clients spread over several servers of one environment; shared by all threads.
 
-    A new client goes to the server with the fewest clients. A server that cannot be reached is not
-    used for back_off_s; each further failure doubles this pause, up to half of dead_wait_s. After
-    the pause one client tests the server while the others use different ones. A full server (429)
-    pauses for BACK_OFF_S. If all servers are down, the pool waits for one that worked before, since
-    it may be restarting. An address that never worked is probably a typing error.
+    A new client goes to the server with the fewest clients. A server that cannot be reached is
+    paused for back_off_s: no new client goes to it. Each further failure doubles the pause, up to
+    half of dead_wait_s. After the pause one client tests the server while the others use different
+    ones. A full server (429) is paused for BACK_OFF_S. If all servers are down, the pool waits for
+    one that worked before, since it may be restarting. An address that never worked is probably
+    mistyped.
 
     Args:
         dead_wait_s: how long client() waits for servers that worked before, in seconds.
         busy_wait_s: how long client() waits for full servers, in seconds.
-        options: passed to every EnvClient: timeout_s, prompt.
+        options: passed to every EnvClient (timeout_s, prompt).
     """
 
     def __init__(
@@ -435,8 +436,8 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
 
         Raises:
             TooManySessions: every server answered 429 for busy_wait_s.
-            AllServersDown: no server works; the message has each one's last error. Servers that
-                worked before get dead_wait_s to come back. Also raised if the pool is closed.
+            AllServersDown: no server works, or the pool is closed. The message has the last error
+                of each server. Servers that worked before get dead_wait_s to come back.
         """
         start = time.monotonic()
         while True:
@@ -550,7 +551,7 @@ class _PooledClient(EnvClient):
     def close(self) -> bool:
         is_paused = time.monotonic() < self.address.paused_until
         if is_paused and isinstance(self.address.last_error, EnvTimeout):
-            self._session_id = None  # do not send /close to a hung server: another time-out
+            self._session_id = None  # do not send /close to a hung server: it would time out again
         try:
             return super().close()
         finally:
@@ -578,7 +579,7 @@ def local_server(env: str, **flags: Any) -> Iterator[str]:
     ends with the block, or when this process ends for any reason.
 
     Args:
-        flags: more options of envs.server, such as max_sessions=64, idle_timeout_s=600, port=36005.
+        flags: further options of envs.server, such as max_sessions=64, idle_timeout_s=600, port=36005.
 
     Raises EnvError if it did not start; the message ends with the server's output.
     """

@@ -8,15 +8,15 @@ to the engine as soon as it arrives, and the engine decodes all the prompts that
         │                                                                             │
       engine (continuous batching) <───────────── submit the longer prompt ───────────┘
 
-A trajectory that reaches `max_trajectory_tokens` stops with `length`, and the action that the limit
-cut is not played. So every reward belongs to tokens that training sees.
+A trajectory that reaches `max_trajectory_tokens` stops with `length`, and the action cut off
+by the limit is not played. So every reward belongs to tokens that training sees.
 
 The policy's own mistakes (an action that is wrong, too long or unparsable) earn 0, and the policy
-learns from them. Failures outside its control (a server dies, a time-out) are retried. If the retry
+learns from them. Failures outside its control (a dead server, a time-out) are retried. If the retry
 fails too, the trajectory is marked `env_error`, left out of the loss and of its group's baseline,
 and counted.
 
-The last section chooses the tasks of a step, as a pure function of the step.
+The last section of this file chooses a step's tasks, as a pure function of the step number.
 
 Read first: `trajectory.py`. Read next: `envclient.py`.
 """
@@ -45,7 +45,7 @@ from trajectory import LOST, RolloutHandler, Trajectory, Turn
 
 NUM_RESETS = 3  # attempts to reset an episode; an episode whose step fails starts over once
 THREAD_NAME = "rollout"  # prefix of the threads' names
-IDLE_WAIT_S = 0.2  # longest wait for an answer at a time while the engine has nothing to do
+IDLE_WAIT_S = 0.2  # longest single wait for an answer while the engine has nothing to do
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class RolloutLog:
     """A record of one `collect`, complete even if `collect` raises."""
 
     on_end: Callable[[RolloutHandler], None] = lambda handler: None  # called in collect's thread
-    trajectories: list[RolloutHandler] = field(default_factory=list)  # in the order of their ends
+    trajectories: list[RolloutHandler] = field(default_factory=list)  # in the order in which they ended
     seconds: float = 0.0
-    engine_idle_s: float = 0.0  # time without any request at the engine while episodes were open
+    engine_idle_s: float = 0.0  # time in which the engine had no request although episodes were open
     generated_tokens: int = 0
 
     def end(self, handler: RolloutHandler) -> None:
@@ -117,11 +117,11 @@ def collect(
     settings: RolloutSettings,
     log: RolloutLog | None = None,
 ) -> list[RolloutHandler]:
-    """Play all requests to their end. Returns one trajectory per request, in the same order.
+    """Play all requests to the end. Returns one trajectory per request, in the same order.
 
     Args:
-        log: filled in. After an exception or Ctrl-C it holds the trajectories that had ended; after
-            an EngineError also those that were being sampled, as `engine_error`.
+        log: filled as episodes end. After an exception or Ctrl-C it holds the trajectories that had
+            ended; after an EngineError also those being sampled, marked `engine_error`.
     Raises:
         EngineError: the sampler failed; its running requests were dropped.
         TooManyEnvFailures: more than `settings.max_env_failures` of the trajectories were lost.
@@ -131,7 +131,7 @@ def collect(
     episodes = [_Episode(pool, chat, r, settings, calls.stopping) for r in requests]
     generating: dict[str, _Episode] = {}
     num_open = len(episodes)
-    # At most max_open at a time: with more, the engine's cache would lose prefixes between turns.
+    # Open at most max_open episodes: with more, the engine's cache would lose prefixes between turns.
     backlog = iter(episodes)
     start = time.perf_counter()
     try:
@@ -233,16 +233,16 @@ class _EnvCalls:
 
 
 def state_of(client: EnvClient) -> dict[str, Any] | None:
-    """The state as people see it, or None if the server does not offer it (AgentGym's) or fails.
-    Such a failure is ignored, because the turn itself was played."""
+    """The human-readable state, or None if the server has no /state (AgentGym's servers) or fails.
+    The failure is ignored, because the turn itself was played."""
     with contextlib.suppress(EnvError):
         return client.state()
     return None
 
 
 def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
-    """Record the environment's answer to `turn` and end the trajectory if the answer ends it.
-    Returns whether the trajectory continues."""
+    """Record the environment's answer to `turn`. End the trajectory if the episode is over or the
+    turn limit is reached; returns whether the trajectory continues."""
     turn.observation_text, turn.reward = result.observation, float(result.reward)
     turn.parse_error = result.info.get("parse_error")
     success = bool(result.info.get("success"))
@@ -262,7 +262,7 @@ def check_failures(
     infrastructure. Checked per environment, so that losing a small one is noticed.
 
     Args:
-        total: number of trajectories that were requested, if `trajectories` holds only some.
+        total: number of requested trajectories, if `trajectories` holds only some of them.
     """
     envs = dict.fromkeys(t.env for t in trajectories)
     for env in envs:
@@ -306,7 +306,7 @@ class _Episode:
 
     def reset(self) -> None:
         """Open a session on a healthy server and reset it, in up to NUM_RESETS attempts. Servers
-        that failed this episode come last. If all servers are full while we have sessions open, the
+        that failed in this episode are tried last. If all servers are full while we have sessions open, the
         attempt does not count, because one of those sessions will end and make room."""
         self.handler, self.must_restart = self._new_handler(), False
         attempts_left = NUM_RESETS
@@ -343,7 +343,7 @@ class _Episode:
             self.give_up_session()  # before waiting for another, or a full server could deadlock
             if self.restarts_left:
                 self.restarts_left -= 1
-                self.must_restart = True  # the loop restarts it in the threads for resets
+                self.must_restart = True  # the loop restarts it in a reset thread
             else:
                 self.fail("env_error", error)
             return
@@ -355,7 +355,7 @@ class _Episode:
             self.close()
 
     def next_request(self) -> SamplingSettings | None:
-        """Settings to sample the next turn with, or None if the trajectory has ended."""
+        """Settings for sampling the next turn, or None if the trajectory has ended."""
         handler, s = self.handler, self.settings
         # One token is reserved for the end-of-turn that a cut turn gets.
         num_free = s.max_trajectory_tokens - len(handler.input_ids) - 1
@@ -420,11 +420,11 @@ def draw_indices(
 
     Args:
         counts: number of tasks of each environment.
-        weights: number of consecutive tasks of each environment; empty: one of each.
+        weights: number of consecutive tasks of each environment; if empty, one each.
 
     >>> [index for t in (1, 2) for _, index in draw_indices(t, [4], 2, "0")]  # an epoch
     [2, 1, 3, 0]
-    >>> [index for _, index in draw_indices(1, [2], 5, "0")]  # two epochs and a half
+    >>> [index for _, index in draw_indices(1, [2], 5, "0")]  # two and a half epochs
     [1, 0, 1, 0, 1]
     >>> draw_indices(1, [4, 2], 6, "0", [2, 1])
     [(0, 2), (0, 1), (1, 1), (0, 3), (0, 0), (1, 0)]
@@ -455,8 +455,8 @@ def num_epochs(
 
 def portion(t: int, count: int, size: int, key: str) -> tuple[list[int], float]:
     """Indices of the conversations or pairs in the `t`-th step (at most `size`), and the number of
-    epochs after it. All steps of an epoch have the same size, give or take one. The loss is a mean
-    over a step's rows, so a single row left for a last step would count as much as `size` others.
+    epochs after it. Steps of an epoch differ in size by at most one. The loss is a mean over a
+    step's rows, so a single row left over for the last step would count as much as `size` others.
 
     >>> [portion(t, 5, 4, "0")[0] for t in (1, 2)], portion(2, 5, 4, "0")[1]
     ([[2, 3], [4, 1, 0]], 1.0)
@@ -499,7 +499,7 @@ def draw_requests(
 
     Args:
         horizons: maximum number of turns in each environment.
-        weights: of the environments, in the order of their first task in `tasks`.
+        weights: one per environment, in the order in which environments first appear in `tasks`.
     """
     by_env = list(tasks_by_env(tasks).values())
     requests, first, num_samples = [], (t - 1) * num_tasks, Counter[str]()
@@ -528,8 +528,8 @@ def all_samples(
 
 
 def share_of(requests: Sequence[RolloutRequest], rank: int, ranks: int) -> list[RolloutRequest]:
-    """The requests of process `rank`: every `ranks`-th group of each environment. This way the
-    processes share the work of a slow environment.
+    """The requests of process `rank`: every `ranks`-th group of each environment, so that
+    all processes share the work of a slow environment.
 
     >>> tasks = [Task(f"t{n}", n, "", env) for n, env in enumerate(["quick", "slow"] * 2)]
     >>> requests = draw_requests(1, tasks, 4, 1, 0, 1, {"quick": 3, "slow": 3})

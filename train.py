@@ -1,13 +1,13 @@
-"""Multi-turn reinforcement learning of an LLM agent, from the first prompt to the last checkpoint,
-in one loop.
+"""Train an LLM agent with multi-turn reinforcement learning, in one loop from the first prompt to
+the last checkpoint.
 
-    start: load the model, warm it up on demonstrations if it needs that, evaluate it
+    start: load the model, warm it up on demonstrations if needed, evaluate it
                            │
              tasks ──> 1 horizon: how many turns may the agent take in this step?
                            │
     environment servers <──> 2 roll out: the sampler acts, the environments answer, turn by turn
                            │        trajectories: ids, masks, log-probs, rewards
-                           3 log-probs of these tokens under trainer and reference; critic's values
+                           3 log-probs of these tokens (trainer, reference), values (critic)
                            │
                            4 advantages: was a token followed by more reward than usual?
                            │
@@ -17,8 +17,8 @@ in one loop.
                            │
                            7 log, evaluate on held-out tasks, save ──> next step
 
-ScalingInter-RL adds banner 1. GRPO, RLOO, REINFORCE++ and PPO differ in banner 4; PPO also needs a
-critic, in banners 3 and 5.
+The numbers are the comment banners in `train`. ScalingInter-RL adds banner 1. GRPO, RLOO,
+REINFORCE++ and PPO differ in banner 4; PPO also needs a critic, in banners 3 and 5.
 
     python train.py --env textcraft                                  # two CPU cores
     python train.py --env textcraft --model Qwen/Qwen2.5-3B-Instruct # one large GPU
@@ -79,7 +79,7 @@ def train(config: Config) -> Run:
     """Train with these options. Returns the finished run; all its files are in `run.path`.
 
     Raises:
-        Misuse: an option is wrong, or a file or server that it names is; nothing was written.
+        Misuse: an option, or a file or server that it names, is wrong; nothing was written.
         KeyboardInterrupt: the user pressed Ctrl-C; everything is saved.
         RunFailed: training ended early; earlier checkpoints remain.
     """
@@ -136,7 +136,7 @@ def train(config: Config) -> Run:
                 for t, row in zip(usable, batch.advantages, strict=True):
                     t.advantages = row[: len(t.input_ids)].tolist()
             else:
-                distributed.say(f"step {step}: no learning signal, no weight changes")
+                distributed.say(f"step {step}: no learning signal, weights unchanged")
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
 
             # ---------------------------------------------------------------- 7 log, evaluate, save
@@ -162,12 +162,12 @@ def requests_of(
 def select(
     trajectories: Sequence[RolloutHandler], config: Config
 ) -> tuple[list[RolloutHandler], int, dict[str, Any]]:
-    """The trajectories that enter the loss, the number that were compared, and metrics.
+    """The trajectories that enter the loss, their number before --skip-zero-variance, and metrics.
 
-    Dropped: trajectories that were lost to the infrastructure or have no policy token. Algorithms
-    that compare within a group also drop groups with one member. With --skip-zero-variance they
-    drop groups with equal returns too: those have zero advantage, except under --kl-coef or
-    --normalize-per-env.
+    Dropped: trajectories that were lost to the infrastructure or have no policy tokens. Algorithms
+    that compare within a group also drop groups with a single member and, with
+    --skip-zero-variance, groups with equal returns. Such a group has zero advantage, except with
+    --kl-coef or --normalize-per-env; then it is kept.
     """
     usable = compared = [t for t in trajectories if t.is_valid]
     if ESTIMATORS[config.algorithm].needs_group:
@@ -242,7 +242,7 @@ class RLWorker(Worker):
         if config.tasks_per_step % ranks:
             raise Misuse(
                 f"--tasks-per-step {config.tasks_per_step} must be a multiple of the {ranks} "
-                "processes: each one rolls out the same number of tasks"
+                "processes, because each one rolls out the same number of tasks"
             )
         super().__init__(config, run, stack, stop)
         self.schedulers = {
@@ -293,8 +293,8 @@ class RLWorker(Worker):
         return parts
 
     def score(self, batch: Batch, objective: Objective) -> None:
-        """Banner 3: compute old log-probs, reference log-probs and values. Old log-probs are needed
-        for the KL penalty and if the step takes several optimizer steps (update.py)."""
+        """Banner 3: compute old log-probs, reference log-probs and values. Old log-probs are only
+        needed for the KL penalty, or if the step takes several optimizer steps (update.py)."""
         c, policy, device = self.config, self.policy.model, self.device
         self.sleep_sampler()
         with phase("log-probs"):

@@ -1,1 +1,1 @@
-"""Further samplers: vLLM in this process, vLLM servers, and models behind a chat API."""
+"""More samplers: vLLM in this process, vLLM servers, and models behind a chat API."""

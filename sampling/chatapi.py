@@ -14,14 +14,14 @@ Each episode runs in a separate thread. Trajectories are written in the same for
 local model, with null in the token fields (`input_ids`, `loss_mask`, `rollout_log_probs`).
 
     429, 408, 409, 5xx, time-out, connection      retried with back-off (`Retry-After` is honoured);
-    lost, an answer without a chat completion     then the trajectory is lost: `engine_error`
+    lost, an answer without a chat completion     if all retries fail, lost as `engine_error`
     400 or 413 about the length of the context    the conversation is full: stop_reason `length`
     400 or 422 in the middle of an episode        a filter refused the text: `engine_error`
     any other 4xx (key, model name, option), 3xx  would fail for every request: the run stops
     no server ever answered at the address        the run stops
     an answer without text                        treated as "": an unparsable action, reward 0
-    the environment server fails                  as in rollout.py: up to 3 resets, one restart of
-                                                  an episode; then `env_error`
+    the environment server fails                  as in rollout.py: up to 3 resets, one restart
+                                                  per episode, then `env_error`
 
 Read next: evaluate.py, which turns trajectories into numbers (`--api-base`).
 """
@@ -63,7 +63,7 @@ from trajectory import Trajectory, Turn
 RETRIED_4XX = (408, 409, 429)
 FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before a retry
 NEWER_LIMIT = "max_completion_tokens"  # the name of max_tokens for OpenAI's reasoning models
-LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is full
+LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is too long
 
 
 class ApiError(EngineError):
@@ -90,12 +90,12 @@ class ChatApi:
     """POST /chat/completions with time-outs and a bounded number of retries.
 
     Args:
-        base_url: the same as an OpenAI client's; /v1 is appended to a bare http://host:port.
+        base_url: as for an OpenAI client; /v1 is appended to a bare http://host:port.
         api_key: sent as bearer token; never logged.
         timeout_s: time limit for one complete answer, in seconds.
-        max_retries: attempts after the first one; 8 wait about 40 s in total.
+        max_retries: attempts after the first one; the waits before 8 retries total about 40 s.
 
-    Raises: ValueError if base_url is not an address, or holds a user, a password or a key.
+    Raises: ValueError if base_url is not an address, or contains a user name, password or key.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ChatApi:
                     return self.complete(messages, max_tokens, temperature, seed)
                 self._raise_if_final(answer, problem)
                 wait_s = retry_after(answer) or wait_s
-        raise ApiError(f"{self.url} gave no answer in {attempt + 1} attempts; {problem}")
+        raise ApiError(f"{self.url} gave no usable answer in {attempt + 1} attempts; {problem}")
 
     def stop(self) -> None:
         """Send no more requests; end those that are running or wait for a retry."""
@@ -177,7 +177,7 @@ class ChatApi:
 
 
 def message_text(answer: Answer) -> str | None:
-    """The text of a chat completion, "" if its content is null; None if it is not one."""
+    """The text of a chat completion; "" if its content is null, None for any other answer."""
     if answer.status != 200:
         return None
     try:
@@ -227,7 +227,7 @@ def run_api_episode(
             )
         except ContextFull as error:
             if not t.turns:  # even the first request does not fit
-                hint = "a smaller --max-tokens-per-turn may fit"
+                hint = "a smaller --max-tokens-per-turn may help"
                 raise ApiRefused(f"{error}; {hint}") from None
             return t.stop("length")
         except ApiRefused as error:
@@ -254,7 +254,7 @@ def collect_api(
     settings: RolloutSettings,
     progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """Like `rollout.collect`, but over messages: `settings.env_workers` episodes at a time.
+    """Like `rollout.collect`, but over messages; plays `settings.env_workers` episodes at a time.
 
     Args:
         api: stopped when this function returns or raises.
@@ -279,7 +279,7 @@ def collect_api(
 def _play_with_retries(
     api: ChatApi, pool: EnvPool, request: RolloutRequest, settings: RolloutSettings
 ) -> Trajectory:
-    """Play an episode, retrying it if a server fails; then mark it with stop_reason and error."""
+    """Play an episode, retrying it if a server fails. If the retries fail too, it ends as lost."""
     attempts_left = {"reset": NUM_RESETS, "step": 2, "complete": 1}
     used_urls: set[str] = set()
     while True:

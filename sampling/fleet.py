@@ -2,14 +2,14 @@
 
     submit       ──> POST /v1/completions to the least busy server: ids in, ids and log-probs out
     poll         <── finished completions from all servers
-    load_weights ──> files in a folder ──> POST /collective_rpc reload_weights {folder}, to all
+    load_weights ──> files in a folder ──> POST /collective_rpc reload_weights {folder}, on all servers
 
     python train.py --engine-devices 2 3           start a server on GPUs 2 and 3 of this machine
-    python train.py --engine-url http://gpu7:8000  use a server started with `serve_command`'s line
+    python train.py --engine-url http://gpu7:8000  use a server started by `serve_command`'s line
 
 The trainer passes weights to the servers through a shared disk (NFS). An NCCL transfer would save a
 write and a read per step, but it cannot be tested on a CPU. Receiving weights needs vLLM's
-development mode, which has no authentication, so run the fleet in a network that you trust.
+development mode, which has no authentication, so run the fleet on a network that you trust.
 
 Read next: `rollout.py`.
 """
@@ -43,16 +43,16 @@ from envs.http import JSON_HEADERS, ExchangeError, ExchangeTimeout, HttpClient, 
 from run.processes import NotReady, child
 from scale import distributed
 
-NUM_ATTEMPTS = 4  # to sample one request, before the run stops
+NUM_ATTEMPTS = 4  # at one request, before the run stops
 MAX_NUM_SEQS = 64  # sequences that one server samples at the same time
 MAX_ANSWER_BYTES = 1 << 26  # vLLM sends about 100 bytes per token
 POLL_WAIT_S = 0.01  # sleep when no request has finished
-TIMEOUT_S = 600.0  # of one generation, or one reload
+TIMEOUT_S = 600.0  # for one generation or one reload
 HEALTH_TIMEOUT_S = 5.0
 RESET_WAIT_S = 10.0  # wait for aborted requests to release their keys and values
 START_TIMEOUT_S = 900.0
 # A trajectory stays with the server that has its earlier turns in the prefix cache, unless that
-# server has over this many requests more than another.
+# server has more than this many requests more than another.
 MAX_IMBALANCE = 4
 # Set explicitly, because vLLM takes missing values from the model's generation_config.json.
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -104,7 +104,7 @@ def start_servers(
 
     Args:
         devices: CUDA_VISIBLE_DEVICES of each server, or "cpu" to test this without a GPU (slow).
-        seed: of the first server; the next has seed + 1.
+        seed: seed of the first server; the next one gets seed + 1, and so on.
     Raises:
         EngineError: a server did not start; the message ends with its output.
     """
@@ -173,7 +173,7 @@ class Server:
         self.url, self.command = checked_url(url), command
         self.http = self.new_http_client()
         self.num_running = 0
-        self.problem: str | None = None  # why it is not used; None: it is used
+        self.problem: str | None = None  # why it is excluded; None if it is in use
 
     def new_http_client(self) -> HttpClient:
         return HttpClient(self.url, TIMEOUT_S, MAX_ANSWER_BYTES)
@@ -188,7 +188,7 @@ class Server:
         except (ServerFailed, LookupError, TypeError) as error:
             reason = f"is not a vLLM server that accepts weights ({error})"
             raise self.setup_error(reason) from error
-        if mode != "processed_logprobs":  # vLLM's default is before temperature
+        if mode != "processed_logprobs":  # vLLM's default ignores the temperature
             raise self.setup_error(f"runs with --logprobs-mode {mode}")
         return seed
 
@@ -222,8 +222,8 @@ class Server:
         return Generation(request_id, ids, log_probs, reason)
 
     def reload(self, folder: Path) -> None:
-        """Load the weights in `folder` and clear the prefix cache, which belongs to the old ones.
-        If that works, the server is used again; if it fails, the server is excluded."""
+        """Load the weights in `folder` and clear the prefix cache, computed with the old weights.
+        If that works, the server is used (again); if it fails, the server is excluded."""
         weights = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
             self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
@@ -240,7 +240,7 @@ class Server:
     def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
     ) -> Any:
-        """The JSON value of a good answer. Raises EngineError if the request would fail at every
+        """The JSON value of a successful answer. Raises EngineError if the request would fail at every
         server, ServerFailed for any other failure."""
         content = None if body is None else json.dumps(body).encode()
         # One connection per request, because the server closes idle ones.
@@ -273,7 +273,7 @@ class FleetEngine:
     several trainer processes, rank 0 writes the weights and each process samples from all servers.
 
     Args:
-        weights_dir: this process writes the weights there; every server reads them from this path.
+        weights_dir: rank 0 writes the weights here; every server reads them from the same path.
     Raises:
         EngineError: a server is down, or its options differ from `serve_command`'s.
     """
@@ -292,7 +292,7 @@ class FleetEngine:
         self._last_server: dict[str, Server] = {}  # where a trajectory's last turn was sampled
         seeds = list(self._threads.map(Server.check, self._servers))
         for server, seed in zip(self._servers, seeds, strict=True):
-            if seeds.count(seed) > 1:  # the samples of a group would be equal
+            if seeds.count(seed) > 1:  # the samples of a group would be identical
                 raise server.setup_error(f"runs with --seed {seed}, like another server")
 
     @property
@@ -350,7 +350,7 @@ class FleetEngine:
         raise EngineError(message) from last_error
 
     def _choose(self, request_id: str, failed_server: Server | None) -> Server:
-        """The least busy server, with a bonus for the one that has the earlier turns cached."""
+        """The least busy server, favouring the one that has the earlier turns cached."""
         last_server = self._last_server.get(request_id)
 
         def load(server: Server) -> tuple[bool, int]:
@@ -402,7 +402,7 @@ class FleetEngine:
         return [server.problem for server in self._servers]
 
     def sleep(self) -> None:
-        """Does nothing: the servers have their own GPUs, so the update does not need the memory."""
+        """Does nothing: the servers have their own GPUs, so they need not free memory."""
 
     def close(self) -> None:
         """Drop running requests and delete the weight files; the servers keep running."""

@@ -2,7 +2,7 @@
 
 The rollout loop calls vLLM's `step()` directly, so requests can start and end between any two
 tokens. On a GPU, sampler and trainer share the memory. The sampler sleeps during the update and
-wakes in two parts, so that gathered weights and the cache never need memory at the same time:
+wakes in two stages, so that gathered weights and the cache never need memory at the same time:
 
     call              weights            cache
     sleep             --                 --           the trainer can use the memory
@@ -10,7 +10,7 @@ wakes in two parts, so that gathered weights and the cache never need memory at 
     load              new weights        --           one parameter at a time, from all ranks
     wake "kv_cache"   new weights        empty        sampling continues
 
-NOTE: from `sleep` until the end of `wake "kv_cache"` vLLM would sample noise without an error.
+NOTE: from `sleep` until the end of `wake "kv_cache"` vLLM would silently sample noise.
 Therefore `submit` refuses requests during that time.
 
 Read next: `scale/sync.py`; `sampling/fleet.py` for vLLM on other GPUs.
@@ -55,8 +55,8 @@ class VLLMEngine:
     Args:
         model_path: Hugging Face checkpoint with the initial weights.
         max_model_len: longest trajectory in tokens, including the prompt.
-        kv_cache_bytes: size of the cache; None on a GPU: set by `gpu_memory_utilization`.
-        enforce_eager: do not compile; on a CPU it starts a minute sooner and runs a quarter slower.
+        kv_cache_bytes: size of the cache; if None, a GPU uses `gpu_memory_utilization`.
+        enforce_eager: do not compile; on a CPU, vLLM starts a minute sooner but is a quarter slower.
     Raises:
         EngineError: vLLM is not installed or does not start.
     """
@@ -91,7 +91,7 @@ class VLLMEngine:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # One engine per process, on that process's GPU; by default vLLM uses the first GPU.
             options["distributed_executor_backend"] = "external_launcher"
-        clock.release_memory()  # memory of a warm start in this process
+        clock.release_memory()  # left over from a warm start in this process
         try:
             with _quiet():
                 from vllm import LLM, SamplingParams
@@ -119,7 +119,7 @@ class VLLMEngine:
             raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
         self._params, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         cache = self._llm.llm_engine.vllm_config.cache_config
-        # The number of full-length trajectories that fit the cache; most are shorter.
+        # The number of full-length trajectories that fit in the cache; most are shorter.
         self.max_open = max(max_num_seqs, int(cache.kv_cache_max_concurrency or 0))
         self._running: set[str] = set()
         self._is_asleep = False
@@ -132,7 +132,7 @@ class VLLMEngine:
     def submit(self, request_id: str, prompt_ids: Ids, sampling: SamplingSettings) -> None:
         if not self._has_weights:
             raise EngineError(
-                f"vLLM has no weights to sample {request_id}: it is asleep, or loading them failed"
+                f"vLLM has no weights to sample {request_id} with: it is asleep, or loading failed"
             )
         params = self._params(
             max_tokens=sampling.max_tokens,
@@ -164,7 +164,7 @@ class VLLMEngine:
             sample = output.outputs[0]
             ids, log_probs = list(sample.token_ids), list(sample.logprobs.logprobs)
             if sample.finish_reason not in ("stop", "length") or not ids:
-                raise EngineError(f"{output.request_id}: vLLM ended it with {sample.finish_reason}")
+                raise EngineError(f"vLLM ended {output.request_id} with {sample.finish_reason}")
             generations.append(Generation(output.request_id, ids, log_probs, sample.finish_reason))
         return generations
 
@@ -176,8 +176,8 @@ class VLLMEngine:
     def load_weights(self, weights: Weights) -> None:
         """Replace the weights in place and wake a sleeping engine. No request may be running.
 
-        NOTE: `weights` must hold every name of the state dict. Without its name, a tied output head
-        silently keeps its old values (log-probs were off by 0.02 to 1.9 nats).
+        NOTE: `weights` must contain every name of the state dict. A tied output head whose name is
+        missing silently keeps its old values (log-probs were off by 0.02 to 1.9 nats).
 
         Raises:
             EngineError: vLLM rejects the weights, or runs out of memory.
@@ -197,12 +197,12 @@ class VLLMEngine:
         self._has_weights = True
 
     def sleep(self) -> None:
-        """Free the GPU's memory for the update, including the weights, since new ones follow. Does
-        nothing on a CPU. No request may be running: vLLM would drop it silently.
+        """Free the GPU's memory for the update, even that of the weights, because new ones follow.
+        Does nothing on a CPU. No request may be running: vLLM would drop it silently.
         """
         if self._on_gpu and not self._is_asleep:
             self._is_asleep, self._has_weights = True, False
-            clock.release_memory()  # first, so that the difference below is the sampler's memory
+            clock.release_memory()  # first, so that the difference below is only the sampler's
             free, _ = torch.cuda.mem_get_info()
             # vLLM asserts that free memory grew; this fails if another process takes it first.
             with _engine_error("vLLM cannot free its memory"):

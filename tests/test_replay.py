@@ -21,7 +21,7 @@ def test_a_path_that_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypa
     (tmp_path / "notes.txt").write_text("x")
     for argv, message in (
         (["nowhere"], "no such file"),
-        (["empty"], "holds no run"),
+        (["empty"], "neither a run"),
         ([str(run.parent)], "it contains runs: run"),
         (["bad.json"], "is not JSON"),
         (["notes.txt"], "neither .jsonl"),

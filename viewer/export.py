@@ -1,9 +1,9 @@
 """Export: the page and its data in one file that opens from disk, e.g. to send to a colleague.
 
-The file holds every answer that the page would request from the server, as JSON by request path. A
-page opened from disk cannot load modules, so all modules are joined into one script. The
+The file holds every response that the page would fetch from the server, as JSON keyed by request
+path. A page opened from disk cannot load modules, so all modules are joined into one script. The
 Content-Security-Policy allows only that script, by its hash. So no text from a model or an
-environment can run, and the page sends no requests.
+environment can run, and the page cannot send requests.
 
 Read next: page/data.js, which reads the answers from the file.
 """
@@ -29,7 +29,7 @@ POLICY = (
     "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-# The only forms of import and export in the page's modules. All module names differ.
+# The page's modules use only these forms of import and export. All module names differ.
 IMPORT = re.compile(r'^import (\{[^}]*\}) from "[^"]*?([^/"]+)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) (\w+))", re.MULTILINE)
 
@@ -71,7 +71,7 @@ def keep_newest(source: Source, limit: int) -> None:
 
 
 def answers(sources: Sequence[Source]) -> Iterator[tuple[str, Any]]:
-    """(path, answer) of every request that the page can make."""
+    """(path, answer) for every request that the page can make."""
     site = describe(sources, can_play=False) | {"live": False}
     for source_info, source in zip(site["sources"], sources, strict=True):
         counts = {file["name"]: len(source.lines(file["name"])) for file in source_info["files"]}

@@ -1,4 +1,4 @@
-"""The first screen: is the run learning, and how does it fail? Read from its logs and trajectories.
+"""Data for the first screen, from logs and trajectories: is the run learning, and how does it fail?
 
 Read next: server.py.
 """
@@ -84,7 +84,7 @@ def evaluations_of(source: Source) -> list[dict[str, Any]]:
 
 
 def differing_options(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """The options in which the sources differ: name -> the value of each source."""
+    """The options in which the sources differ: name -> its value in each source."""
     configs = [source.config() for source in sources]
     names = dict.fromkeys(name for config in configs for name in config if name not in IGNORED)
     values = {name: [config.get(name) for config in configs] for name in names}
@@ -119,7 +119,7 @@ def headline(
 
 def held_out_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not evaluations:
-        return "No held-out tasks were evaluated."
+        return "There was no evaluation on held-out tasks."
     evaluations = [e for e in evaluations if e["overall"].get("value") is not None]
     if not evaluations:
         return "All held-out episodes were lost, so there is no held-out success rate."
@@ -130,7 +130,7 @@ def held_out_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if first is last:
         return f"{result}{at_step(last)}."
     if first.get("env") != last.get("env"):
-        return f"{len(evaluations)} environments evaluated."
+        return f"Evaluated on {len(evaluations)} environments."
     best = max(evaluations, key=lambda e: e["overall"]["value"])
     peak = "" if best is last else f"; best was {percent(best['overall'])}{at_step(best)}"
     start = "first measured" if first.get("step") else "before training"
@@ -164,7 +164,7 @@ def at_step(scores: Mapping[str, Any]) -> str:
 
 
 def summarize_failures(lines: Lines) -> dict[str, Any]:
-    """The failed episodes of a file by last observation, repeated actions and stop reason. Episodes
+    """A file's failed episodes, counted by last observation, repeated actions and stop reason. Episodes
     lost to the infrastructure do not count, since they are not failures of the policy."""
     valid = [row for row in lines.rows if row["stop_reason"] not in LOST]
     failures = [row for row in valid if row["success"] is False]

@@ -3,8 +3,8 @@
 As in training, `python -m envs.server` serves the environment; it is started on first use. An
 episode that a person plays becomes a trajectory without tokens, like one from a chat server. To
 re-enact a trajectory, its actions are sent to a new session. In a deterministic environment, each
-observation must equal the recorded one. Re-enacting also gives the states to draw, which few runs
-record.
+observation must equal the recorded one. Re-enacting also produces the states that the page
+draws; few runs record them.
 
 Read next: server.py.
 """
@@ -117,9 +117,9 @@ class Play:
         self._sessions: dict[str, tuple[EnvClient, Trajectory]] = {}
 
     def list_environments(self) -> dict[str, Any]:
-        """All environments and the model's name. Fields of an environment: the number of test
-        tasks, the index of the first test task, the last index of all tasks. For one that cannot be
-        played: the reason."""
+        """All environments and the model's name. Each environment has its number of test tasks,
+        the index of the first test task and the highest task index, or the reason why it cannot be
+        played."""
         environments = []
         for env in ENVS:
             fields: dict[str, Any]
@@ -128,7 +128,7 @@ class Play:
                 fields = {"tasks": len(tests), "first": tests[0].task_index, "why_not": None}
                 fields["last"] = get_env(env).num_tasks() - 1
             except (ImportError, OSError, ValueError) as error:
-                fields = {"why_not": f"{error}; make setup ENV={env}"}
+                fields = {"why_not": f"{error}; run `make setup ENV={env}`"}
             environments.append({"env": env} | fields)
         return {"worlds": environments, "model": self.model and self.model.model}
 
@@ -151,7 +151,7 @@ class Play:
         return self._show(session)
 
     def step(self, session: str, text: str) -> dict[str, Any]:
-        """Play the text that was typed; a bare action gets the prefix that models write."""
+        """Play the typed text; a bare action gets the "Action:" prefix that models write."""
         from rollout import state_of, take_result
 
         client, t = self._session(session)
@@ -178,7 +178,7 @@ class Play:
 
     def let_model_act(self, session: str) -> dict[str, Any]:
         if self.model is None:
-            raise PlayError("no model; start replay.py with --api-base URL --api-model NAME")
+            raise PlayError("there is no model; start replay.py with --api-base URL --api-model NAME")
         messages, seed = self._session(session)[1].messages, secrets.randbelow(2**31)
         with play_errors():
             text = self.model.complete(messages, MODEL_TOKENS, 1.0, seed)

@@ -4,7 +4,7 @@
     GET  /api/sources                 all sources and their files
     GET  /api/version                 a number that changes when there is something new to show
     GET  /api/overview/S              curves, evaluations, alarms of source S
-    GET  /api/{list,groups}/S/FILE    the heads of all trajectories, as a list or by group
+    GET  /api/{list,groups}/S/FILE    short fields of all trajectories, as a list or by group
     GET  /api/wrong/S/FILE            a summary of the failures
     GET  /api/trajectory/S/FILE/LINE  one trajectory
     GET  /api/search/S?text=          lines of JSON: hits and progress
@@ -12,8 +12,8 @@
 
 Security: text from a model, an environment or a web site is only shown, never run. The page cannot
 request arbitrary paths: S is a number and FILE a name that the source lists. Other web pages can
-neither read nor play. The Host must be this machine, a request with an Origin must come from this
-page, and the Content-Security-Policy lets the page load nothing else.
+neither read the data nor play: the Host must be this machine, and a request with an Origin must
+come from this page. The Content-Security-Policy lets the page load nothing from elsewhere.
 
 Read next: page/app.js.
 """
@@ -58,7 +58,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def as_json(content: Any) -> str:
-    """ASCII, because a model's text can hold half a surrogate pair."""
+    """JSON in ASCII, because a model's text can contain half a surrogate pair."""
     return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
 
@@ -88,7 +88,7 @@ async def guard(request: Request, proceed: Callable[[Request], Awaitable[Respons
     if is_local and (origin is None or urlsplit(origin).netloc == host):
         response = await proceed(request)
     else:
-        response = answer({"error": "this server answers only its own page"}, 403)
+        response = answer({"error": "this server only answers requests from its own page"}, 403)
     response.headers.update(HEADERS)
     return response
 

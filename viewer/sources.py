@@ -23,7 +23,7 @@ from reporting.logs import read_log
 from viewer.trajectories import Lines, open_lines, parse
 
 SMALL_SOURCE_BYTES = 20_000_000  # up to this size, listing a source counts the lines of all files
-LIVE_S = 600.0  # a run that has written nothing for longer is not live
+LIVE_S = 600.0  # a run that has not written for longer than this is not live
 
 
 FileKind = Literal["train", "eval", "other"]
@@ -42,7 +42,7 @@ class TrajectoryFile:
 
 
 class Source:
-    """One path of the command line. This base class is a single file of trajectories."""
+    """One path on the command line. This base class is a single file of trajectories."""
 
     kind: Literal["run", "evaluation", "file"] = "file"
 
@@ -75,7 +75,7 @@ class Source:
         return []
 
     def state(self) -> str:
-        """A text that changes whenever there is something new to show."""
+        """A string that changes whenever there is something new to show."""
         paths = [*(f.path for f in self.files()), *self.logs()]
         return "|".join(file_version(path) for path in paths)
 
@@ -88,8 +88,8 @@ class Source:
         return self._indexed[name][1]
 
     def listing(self) -> list[dict[str, Any]]:
-        """The files for the page's list. Files that have been indexed, and all files of a small
-        source, have their number of trajectories."""
+        """The files for the page's list. Indexed files, and all files of a small source, come with
+        their number of trajectories."""
         files, rows = self.files(), []
         is_small = sum(file.path.stat().st_size for file in files) < SMALL_SOURCE_BYTES
         for file in files:
@@ -152,8 +152,8 @@ class RunSource(Source):
         return ", ".join(parts)
 
     def last_step(self) -> int:
-        """The last step in the log or among the trajectories; some methods do not play in every
-        step."""
+        """The last step in the log or among the trajectories; some methods do not roll out in
+        every step."""
         file_steps = [file.step or 0 for file in self.files() if file.kind == "train"]
         return max([0, *file_steps, *(row["step"] for row in rows_of(self.logs()[0])[-1:])])
 
@@ -193,7 +193,7 @@ def open_source(number: int, path: Path) -> Source:
         except ValueError as error:
             raise NoSource(str(error)) from None
         if not lines:
-            raise NoSource(f"{path} holds no trajectory ({lines.broken} broken lines)")
+            raise NoSource(f"{path} contains no trajectories ({lines.broken} broken lines)")
         return source
     if (path / "trajectories").is_dir() or (path / "metrics.jsonl").exists():
         return RunSource(number, path)
@@ -204,7 +204,7 @@ def open_source(number: int, path: Path) -> Source:
         return RunSource(number, path)
     runs = sorted(p.parent.name for p in path.glob("*/trajectories"))
     hint = f"; it contains runs: {', '.join(runs[:5])}" if runs else ""
-    raise NoSource(f"{path} holds no run and no evaluation{hint}")
+    raise NoSource(f"{path} contains neither a run nor an evaluation{hint}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def rows_of(log: Path) -> list[dict[str, Any]]:
 
 
 def file_version(path: Path) -> str:
-    """A text that changes when the file changes or is replaced."""
+    """A string that changes when the file changes or is replaced."""
     if not path.exists():
         return ""
     stat = path.stat()

@@ -1,13 +1,13 @@
-"""A file of trajectories: an index of its lines, groups of samples, search, one trajectory.
+"""Read a file of trajectories: index its lines, group samples, search, show one trajectory.
 
-A line has less than a kilobyte of short fields and many times that of text and tokens.
+A line has less than a kilobyte of short fields and many times as much text and tokens.
 `Trajectory.to_line` writes the short fields first, so the index only parses the head of each line:
 
     {"trajectory_id":...,"return":1.0,...,"messages":[...],"turns":[...],"input_ids":[...],...}
-     ^---------------- head ------------^ the rest is read when somebody opens the trajectory
+     ^---------------- head ------------^ the rest is read when the user opens the trajectory
 
-The index counts and skips lines whose head is not a trajectory's. All later code can therefore rely
-on the types in a row.
+Lines that do not start with the head of a trajectory are counted and skipped, so all later code can
+rely on the types in a row.
 
 Read next: overview.py; server.py, which serves these; page/trajectory.js, which shows them.
 """
@@ -168,7 +168,7 @@ def open_lines(path: Path) -> Lines:
     """The index of a file. AgentTraj conversations (one JSON list, or one per line) are converted
     to trajectories in a temporary file; entries that are not conversations count as broken.
 
-    Raises: ValueError if the file is not JSON; the message names the place.
+    Raises: ValueError if the file is not JSON; the message says where.
     """
     with open(path, "rb") as file:
         is_agenttraj = path.suffix == ".json" or "conversations" in (parse(file.readline()) or {})
@@ -313,7 +313,7 @@ def tokens_between(
     start: int | None,
     end: int | None,
 ) -> dict[str, Any] | None:
-    """Tokens start..end - 1 with text, mask, log-prob and advantage; None if there are none."""
+    """Tokens start..end - 1 with text, mask, log-prob, advantage; None if none were recorded."""
     if line.get("input_ids") is None:
         return None
     ids, advantages = line["input_ids"][start:end], line["advantages"]

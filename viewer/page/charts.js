@@ -1,8 +1,8 @@
 // One chart: curves over training steps, drawn by uPlot, with a description for screen readers.
 //
 // All charts share one cursor: point at a step in one chart and all others show their values at that step. A run has
-// about fifty charts, so each is drawn only when it scrolls into view. Colours are read from the style sheet at each
-// drawing, so they follow the theme. vendor/uPlot.iife.min.js defines the global `uPlot`.
+// about fifty charts, so each is drawn only when it scrolls into view. Colours are read from the style sheet each
+// time, so they follow the theme. vendor/uPlot.iife.min.js defines the global `uPlot`.
 
 import { el, svg } from "./dom.js";
 import { number } from "./format.js";

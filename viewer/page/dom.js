@@ -1,4 +1,4 @@
-// Creating elements. One rule holds for the page: text from models, environments, tasks or files is never markup.
+// Create elements. One rule holds for the whole page: text from models, environments, tasks or files is never markup.
 //
 // Every string on the page passes through `el`, which only creates text nodes and makes control characters visible.
 // Links can only lead to other places in this page (`#...`).
@@ -13,7 +13,7 @@ function codePoint(character) {
   return `⟨U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
-/** The text with its control characters made visible, which could otherwise change how text is shown. */
+/** The text with control characters made visible; they could otherwise change how the text is shown. */
 export function visible(text) {
   return String(text)
     .replace(C0_CONTROL, (control) => String.fromCharCode(0x2400 + control.charCodeAt(0)))
@@ -47,7 +47,7 @@ export function svg(tag, properties = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
 }
 
-/** Text from a model or a file inside our own sentence; it has a separate style and writing direction. */
+/** Text from a model or a file inside our own sentence; it has its own style and writing direction. */
 export function foreign(text, tag = "span") {
   return el(tag, { class: "foreign" }, text);
 }

@@ -33,7 +33,7 @@ function range(label, name, query, onchange, step) {
   return el("fieldset", { class: "range" }, el("legend", {}, label), end("min", "from"), end("max", "to"));
 }
 
-/** `answer`: the answer of `getList`, which has the names of all sub-tasks and stop reasons. */
+/** `answer`: the result of `getList`, which has the names of all sub-tasks and stop reasons. */
 export function filterForm(query, answer, onchange) {
   const pick = (name, values) => {
     const node = select(values, query[name] ?? "", () => onchange({ [name]: node.value }));

@@ -1,4 +1,4 @@
-// The samples of a task side by side, as GRPO compares them: each return with the other returns of its group.
+// The samples of a task side by side, as GRPO compares them: each return with the others in its group.
 
 import { el } from "./dom.js";
 import { count, nameOf, number, outcome, signed, words } from "./format.js";

@@ -1,4 +1,4 @@
-// The first screen: is the run learning, and how does it fail? Below: all metrics of the run, and all its files.
+// The first screen: is the run learning, and how does it fail? Below that: all metrics and all files of the run.
 
 import { Chart, swatch } from "./charts.js";
 import { get } from "./data.js";
@@ -75,7 +75,7 @@ function alarmItem(site, run, alarm, named) {
   return el("li", {}, severity, named ? ` ${run.name},` : "", " ", where, ": ", alarm.text);
 }
 
-/** The most severe and newest alarms; the rest is folded, so that the charts fit on the first screen. */
+/** The most severe and newest alarms; the rest are folded, so that the charts fit on the first screen. */
 function alarmList(site, runs) {
   const severity = ({ alarm }) => (alarm.severity === "stop" ? 1 : 0);
   const alarms = runs.flatMap((run) => run.overview.alarms.map((alarm) => ({ run, alarm })));

@@ -67,7 +67,7 @@ function sentenceOf(name, runs) {
   return runs.map((run) => run.overview.glossary?.[name]).find(Boolean) ?? "";
 }
 
-/** One metric with a line for each run that has it; null if no run has it. */
+/** The chart of one metric, with a line for each run that has it; null if no run has it. */
 function metricPanel(section, name, allRuns) {
   const runs = allRuns.filter((run) => run.overview.series[name]?.length);
   if (!runs.length) return null;
@@ -87,7 +87,7 @@ function metricPanel(section, name, allRuns) {
   };
 }
 
-/** Results of evaluations with intervals; `choose` returns {value, low, high} of one evaluation, or null. */
+/** A chart of evaluation results with intervals; `choose` returns {value, low, high} of one evaluation, or null. */
 function evaluationPanel(panel, allRuns, choose) {
   const runs = allRuns.filter((run) => run.overview.evaluations.some(choose));
   if (!runs.length) return [];

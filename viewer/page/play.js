@@ -37,7 +37,7 @@ class Player {
     this.element = el("div", { class: "player" });
   }
 
-  /** Send a request and pass the answer to `use`. While a request is running, further ones are ignored. */
+  /** Send a request and pass the answer to `use`. Further requests are ignored until it is done. */
   async request(path, body, use) {
     if (this.busy) return;
     this.busy = true;
@@ -84,7 +84,7 @@ class Player {
   }
 
   async close() {
-    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // the session can already be closed
+    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // the session may already be closed
     this.game = null;
   }
 
@@ -168,7 +168,7 @@ export async function playView(route) {
     () => showTask(null),
   );
 
-  /** Set the task field: the task of the address, or the environment's first test task. */
+  /** Set the task field to `taskIndex` or, if it is null, to the environment's first test task. */
   function showTask(taskIndex) {
     const tasks = playable.find(({ env }) => env === envSelect.value);
     taskInput.max = String(tasks?.last ?? 0);
@@ -202,7 +202,7 @@ export async function playView(route) {
       "div",
       { class: "live-play" },
       el("h1", {}, "Live play"),
-      model ? el("p", { class: "quiet" }, "The model that can act: ", foreign(model)) : null,
+      model ? el("p", { class: "quiet" }, "Model: ", foreign(model)) : null,
       playable.length ? form : el("p", { class: "empty" }, "No environment is installed."),
       hints.length ? el("div", { class: "missing" }, el("p", {}, "Not installed:"), el("ul", {}, hints)) : null,
       player.element,

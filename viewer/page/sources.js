@@ -1,6 +1,6 @@
 // Sources (runs, evaluations, single files), their newest file, and the titles of files.
 
-/** The file of the highest step; of the same step, the training file rather than the evaluation. */
+/** The file with the highest step; at the same step, the training file rather than the evaluation. */
 export function newestFile(source) {
   const rank = (file) => 2 * (file.step ?? 0) + (file.kind === "train" ? 1 : 0);
   return source.files.reduce((newest, file) => (newest === null || rank(file) > rank(newest) ? file : newest), null);

@@ -1,4 +1,4 @@
-// Light or dark theme: the system's setting until the user chooses one. Also stores such choices in the browser.
+// Light or dark theme: the system's setting until the user chooses one. This file also stores the user's choices in the browser.
 
 import { button } from "./dom.js";
 
@@ -17,7 +17,7 @@ export function remember(name, value) {
   try {
     localStorage.setItem(`replay.${name}`, value);
   } catch {
-    // Private windows can refuse. The choice is then lost when the page is closed.
+    // Private windows can refuse. Then the choice is lost when the page is closed.
   }
 }
 

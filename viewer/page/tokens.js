@@ -1,6 +1,6 @@
-// A text token by token: which tokens the policy sampled, and with which probability.
+// A text token by token: which tokens the policy sampled, and with what probability.
 //
-// Policy tokens (loss_mask 1) are underlined, and darker the less likely they were; all others are context. One token
+// Policy tokens (loss_mask 1) are underlined; the less likely they were, the darker. All others are context. One token
 // at a time has the focus. The arrow keys move the focus, and a tooltip shows the token's numbers.
 
 import { el } from "./dom.js";

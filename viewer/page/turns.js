@@ -33,7 +33,7 @@ function firstObservation(opening) {
   return opening.at(-1)?.role === "user" ? opening.at(-1).content : null;
 }
 
-/** The prompt before the first turn. As tokens it includes the first observation. */
+/** The prompt before the first turn. Shown as tokens, it includes the first observation. */
 export function openingCard(opening, tokens = null, withTokens = false) {
   if (withTokens && tokens) {
     return el("li", { class: "opening" }, block("observation", "opening", tokenView("Tokens of the opening", tokens)));

@@ -2,7 +2,7 @@
 
 import { el, foreign } from "../dom.js";
 
-const MAX_DEPTH = 12; // deeper files would not fit the page, or overflow the call stack
+const MAX_DEPTH = 12; // deeper nesting would not fit the page, or would overflow the call stack
 const MAX_CHARS = 4000; // of one text; an image in base64 would fill the page
 
 function shortened(text) {
