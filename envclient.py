@@ -1,4 +1,4 @@
-"""The environment client: `reset` and `step` over HTTP, and a pool that spreads clients over servers.
+"""The environment client: `reset` and `step` over HTTP, and a pool of clients for several servers.
 
 The environment runs in a separate server process (envs/server.py, or one of AgentGym's), so a crash
 or a memory leak there does not stop the trainer. A client is one session on one server. It works
@@ -107,7 +107,7 @@ class ActionRejected(EnvError):
 
 
 class NotSupported(EnvError):
-    """The server does not have this path. AgentGym's servers lack /available_actions, /state, /oracle."""
+    """The server lacks this path. AgentGym's have no /available_actions, /state or /oracle."""
 
 
 class AllServersDown(EnvError):
@@ -255,7 +255,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def step(self, model_text: str) -> StepResult:
         """Play the action in `model_text`. The reward is 0 if the text contains no action
-        (then nothing is sent) or the server refuses it. After an EnvError, only reset() is possible."""
+        (then nothing is sent) or the server refuses it. After an EnvError, call reset()."""
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
@@ -301,8 +301,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def close(self) -> bool:
         """Free the session; True if the server confirms it. Never raises EnvError. A request
-        running in another thread ends immediately with an EnvConnectionError, which the pool does not
-        count as a failure of the server."""
+        running in another thread ends immediately with an EnvConnectionError, which the pool does
+        not count as a failure of the server."""
         self._is_closed, self._is_running, was_open = True, False, False
         session_id, self._session_id = self._session_id, None
         if self._is_asking and isinstance(self._http, HttpClient):
@@ -323,7 +323,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         """Called with each error that a server causes; a pool's client overrides it."""
 
     def _refusal(self, message: str, kind: str) -> StepResult:
-        """The result of an invalid text: the state is unchanged, and the policy reads the reason."""
+        """The result of an invalid text: the state stays the same; the policy reads the reason."""
         info = {"success": False, "score": self._score, kind: message}
         return StepResult(message, 0.0, False, False, info)
 
@@ -579,7 +579,7 @@ def local_server(env: str, **flags: Any) -> Iterator[str]:
     ends with the block, or when this process ends for any reason.
 
     Args:
-        flags: further options of envs.server, such as max_sessions=64, idle_timeout_s=600, port=36005.
+        flags: other options of envs.server, e.g. max_sessions=64, idle_timeout_s=600, port=36005.
 
     Raises EnvError if it did not start; the message ends with the server's output.
     """

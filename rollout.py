@@ -93,9 +93,9 @@ class RolloutLog:
     """A record of one `collect`, complete even if `collect` raises."""
 
     on_end: Callable[[RolloutHandler], None] = lambda handler: None  # called in collect's thread
-    trajectories: list[RolloutHandler] = field(default_factory=list)  # in the order in which they ended
+    trajectories: list[RolloutHandler] = field(default_factory=list)  # in the order they ended
     seconds: float = 0.0
-    engine_idle_s: float = 0.0  # time in which the engine had no request although episodes were open
+    engine_idle_s: float = 0.0  # time with open episodes but no request at the engine
     generated_tokens: int = 0
 
     def end(self, handler: RolloutHandler) -> None:
@@ -131,7 +131,7 @@ def collect(
     episodes = [_Episode(pool, chat, r, settings, calls.stopping) for r in requests]
     generating: dict[str, _Episode] = {}
     num_open = len(episodes)
-    # Open at most max_open episodes: with more, the engine's cache would lose prefixes between turns.
+    # Open at most max_open: with more, the engine's cache would lose prefixes between turns.
     backlog = iter(episodes)
     start = time.perf_counter()
     try:
@@ -306,8 +306,8 @@ class _Episode:
 
     def reset(self) -> None:
         """Open a session on a healthy server and reset it, in up to NUM_RESETS attempts. Servers
-        that failed in this episode are tried last. If all servers are full while we have sessions open, the
-        attempt does not count, because one of those sessions will end and make room."""
+        that failed in this episode are tried last. If all servers are full while we have sessions
+        open, the attempt does not count, because one of our sessions will end and make room."""
         self.handler, self.must_restart = self._new_handler(), False
         attempts_left = NUM_RESETS
         while attempts_left and not self.stopping.is_set():

@@ -63,7 +63,7 @@ from trajectory import Trajectory, Turn
 RETRIED_4XX = (408, 409, 429)
 FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before a retry
 NEWER_LIMIT = "max_completion_tokens"  # the name of max_tokens for OpenAI's reasoning models
-LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the conversation is too long
+LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the context is full
 
 
 class ApiError(EngineError):

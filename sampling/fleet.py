@@ -2,7 +2,7 @@
 
     submit       ──> POST /v1/completions to the least busy server: ids in, ids and log-probs out
     poll         <── finished completions from all servers
-    load_weights ──> files in a folder ──> POST /collective_rpc reload_weights {folder}, on all servers
+    load_weights ──> files in a folder ──> POST /collective_rpc reload_weights {folder} on each
 
     python train.py --engine-devices 2 3           start a server on GPUs 2 and 3 of this machine
     python train.py --engine-url http://gpu7:8000  use a server started by `serve_command`'s line
@@ -240,8 +240,8 @@ class Server:
     def call(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
     ) -> Any:
-        """The JSON value of a successful answer. Raises EngineError if the request would fail at every
-        server, ServerFailed for any other failure."""
+        """The JSON value of a successful answer. Raises EngineError if the request would fail at
+        every server, ServerFailed for any other failure."""
         content = None if body is None else json.dumps(body).encode()
         # One connection per request, because the server closes idle ones.
         headers = JSON_HEADERS | {"Connection": "close"}

@@ -164,8 +164,8 @@ def at_step(scores: Mapping[str, Any]) -> str:
 
 
 def summarize_failures(lines: Lines) -> dict[str, Any]:
-    """A file's failed episodes, counted by last observation, repeated actions and stop reason. Episodes
-    lost to the infrastructure do not count, since they are not failures of the policy."""
+    """A file's failed episodes, counted by last observation, repeated action and stop reason.
+    Episodes lost to the infrastructure do not count, since they are not the policy's failures."""
     valid = [row for row in lines.rows if row["stop_reason"] not in LOST]
     failures = [row for row in valid if row["success"] is False]
     stops, observations, repeated = (defaultdict[str, list[int]](list) for _ in range(3))

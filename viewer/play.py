@@ -178,7 +178,7 @@ class Play:
 
     def let_model_act(self, session: str) -> dict[str, Any]:
         if self.model is None:
-            raise PlayError("there is no model; start replay.py with --api-base URL --api-model NAME")
+            raise PlayError("no model given; start replay.py with --api-base URL --api-model NAME")
         messages, seed = self._session(session)[1].messages, secrets.randbelow(2**31)
         with play_errors():
             text = self.model.complete(messages, MODEL_TOKENS, 1.0, seed)

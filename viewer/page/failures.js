@@ -32,7 +32,7 @@ function entryList(title, entries, describe) {
   return [el("h3", {}, title), el("ol", { class: "wrong" }, items)];
 }
 
-/** `answer`: the response to `wrong/<source>/<file>`. The section has only text and links, so that `patch` can update it. */
+/** `answer`: the answer to `wrong/<source>/<file>`. The section has only text and links, because `patch` updates it. */
 export function failureSection(source, file, answer) {
   const links = ({ lines }) => lineLinks(source, file, lines);
   const failuresHref = listHref(source.id, file.name, { outcome: "failed" });

@@ -84,7 +84,7 @@ class Player {
   }
 
   async close() {
-    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // the session may already be closed
+    if (this.game) await post("play/close", { session: this.game.session }).catch(() => {}); // it may be closed already
     this.game = null;
   }
 

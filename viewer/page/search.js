@@ -86,7 +86,7 @@ export function searchBox(source, name) {
     }
     if (running !== controller) return; // a later search is running
     showRunning(null);
-    if (controller.signal.aborted) summary.textContent = `${count(hits.children.length, "hit")} before the search was stopped`;
+    if (controller.signal.aborted) summary.textContent = `${count(hits.children.length, "hit")} before you stopped it`;
   }
 
   const form = el("form", { role: "search" }, input, el("button", {}, "Search"), stopButton, clearButton, progress);

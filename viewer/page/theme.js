@@ -1,4 +1,4 @@
-// Light or dark theme: the system's setting until the user chooses one. This file also stores the user's choices in the browser.
+// Light or dark theme: the system's setting until the user chooses one. Also stores the user's choices in the browser.
 
 import { button } from "./dom.js";
 

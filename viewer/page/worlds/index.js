@@ -1,8 +1,8 @@
 // A picture of an environment's state at one turn. Each of our environments has a file that draws it; the state of any
 // other environment is shown as text.
 //
-// A state comes from a file that anyone could have written, so its fields are checked. If a drawing lacks a field that it
-// needs, it throws, and the state is shown as text.
+// A state comes from a file that anyone could have written, so its fields are checked. If a drawing lacks a field
+// that it needs, it throws, and the state is shown as text.
 
 import { el } from "../dom.js";
 import { drawBabyAI } from "./babyai.js";

@@ -72,7 +72,7 @@ function objectItem(node, path, depth) {
 
 function objectTree(root) {
   if (!root || typeof root !== "object") return null;
-  const note = el("p", { class: "quiet" }, "All objects, including those that the agent cannot see. The agent's location is unfolded.");
+  const note = el("p", { class: "quiet" }, "All objects, also those the agent cannot see. The agent's location is unfolded.");
   return [note, el("ul", { class: "objects" }, objectItem(root, "sciworld", 0))];
 }
 
