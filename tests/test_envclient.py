@@ -162,7 +162,7 @@ def play_script(server, env, *steps):
         return [client.step("Action: look around") for _ in steps]
 
 
-def test_agentgyms_babyai_is_over_when_it_has_paid(server):
+def test_an_episode_of_agentgyms_babyai_ends_with_its_first_reward(server):
     """The server itself continues after a reward of 0.5 or less, and pays again at the goal."""
     unpaid, paid = play_script(
         server,
@@ -376,7 +376,7 @@ def test_if_all_servers_are_down_the_error_has_the_last_error_of_each(server, se
 # --- An early end --------------------------------------------------------------------------------
 
 
-def test_closing_many_sessions_at_a_server_that_hangs_takes_one_time_out(server, monkeypatch):
+def test_closing_many_sessions_on_a_server_that_hangs_takes_only_one_time_out(server, monkeypatch):
     """After Ctrl-C the loop closes them one by one; in the past each took a time-out."""
     monkeypatch.setattr("envclient.CLOSE_TIMEOUT_S", 1.0)
     with pool_over(server, timeout_s=30.0) as pool:
@@ -403,7 +403,7 @@ def test_closing_a_client_during_a_step_does_not_count_as_a_failure_of_its_serve
         assert idle_client.close() is True
 
 
-def test_a_crash_counts_once_and_an_address_that_never_worked_is_not_waited_for(
+def test_a_crash_counts_once_and_the_pool_does_not_wait_for_an_address_that_never_worked(
     server, monkeypatch
 ):
     """In the past a mistyped port cost a minute: 10 s for each of three resets of every episode."""

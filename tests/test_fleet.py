@@ -216,7 +216,7 @@ def test_a_server_that_hangs_is_excluded(servers, tmp_path, monkeypatch):
     engine.close()
 
 
-def test_an_answer_without_one_finite_log_prob_for_each_id_is_an_error(engine, servers):
+def test_an_answer_without_a_finite_log_prob_for_each_id_is_an_error(engine, servers):
     one_too_many, not_finite = completion([5]), completion([5])
     one_too_many["choices"][0]["token_ids"] = [5, 6]
     not_finite["choices"][0]["logprobs"] = {"token_logprobs": [math.nan]}

@@ -14,7 +14,7 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("made") / "run")
 
 
-def test_a_path_that_cannot_be_shown_is_one_line(run, tmp_path, capsys, monkeypatch):
+def test_a_path_that_cannot_be_shown_is_reported_in_one_line(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text("{")
@@ -58,7 +58,7 @@ def test_the_terminal_shows_the_newest_run_its_failures_and_a_trajectory(
     assert "action 1  Thought:" in output and "Goal:" in output and "return" in output
 
 
-def test_a_models_text_cannot_control_the_terminal(tmp_path, capsys):
+def test_text_from_a_model_cannot_control_the_terminal(tmp_path, capsys):
     path = tmp_path / "hostile.jsonl"
     path.write_text("".join(hostile_line(n, text) for n, text in enumerate(HOSTILE)))
     assert replay.main([str(path), "--text"]) == 0

@@ -90,7 +90,7 @@ def failing(num_failures, error=None):
 
 
 def test_three_turns_have_exactly_this_mask(chat):
-    """Also trap 7: the second turn is cut at 3 tokens. Its end-of-turn has mask 0, and it acts."""
+    """Also trap 7: the second turn is cut at 3 tokens. Its end-of-turn has mask 0; it is played."""
     pool = FakePool(playing(observe("bright"), observe("no"), observe("home", 1.0, True)))
     engine = ScriptedEngine(saying("light lamp<e>", "go north go take<e>", "open door<e>"))
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_tokens_per_turn=3))
@@ -286,7 +286,7 @@ def test_an_episode_whose_step_fails_starts_over_once_from_reset(chat):
     assert [ids for _, ids, _ in engine.requests] == [handler.input_ids[:15]] * 2
 
 
-def test_an_episode_that_fails_twice_is_an_env_error_and_out_of_the_loss(chat):
+def test_an_episode_that_fails_twice_is_an_env_error_and_not_in_the_loss(chat):
     """Trap 5: AgentGym-RL gives it return 0 and trains on it."""
     pool = FakePool(failing(2, error=EnvTimeout("silent for 60 s", "http://fake/step")))
     engine = ScriptedEngine(saying("open door<e>"))
@@ -494,7 +494,7 @@ def test_a_server_that_restarts_during_a_rollout_does_not_mix_up_sessions():
 # -------------------------------------------------------------------------- trajectory line
 
 
-def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
+def test_a_line_is_json_and_has_every_field_of_the_contract(chat):
     pool = FakePool(playing(observe("no", 0.25, parse_error="no"), observe("home", 0.75, True)))
     engine = ScriptedEngine(saying("wait<e>", "open door<e>"))
     (handler,) = collect(
@@ -524,7 +524,7 @@ def test_a_line_holds_every_field_of_the_contract_and_is_json(chat):
 
 
 def test_an_episode_that_starts_over_does_not_block_the_steps_of_others(chat):
-    """Its new session can have to wait until another episode ends (429). If the restart used the
+    """Its new session may have to wait until another episode ends (429). If the restart used the
     only thread for steps, that episode could never end."""
     other_ended, failures = threading.Event(), []
 

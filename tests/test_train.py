@@ -77,7 +77,7 @@ def run_dir(tmp_path_factory):
     return path
 
 
-def test_a_run_directory_holds_all_files_of_the_contract(run_dir):
+def test_a_run_directory_contains_all_files_of_the_contract(run_dir):
     names = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
     steps = ["000001", "000002", "000003"]
     expected = {"config.json", "metrics.jsonl", "timings.jsonl", "reward.png"}
@@ -131,7 +131,7 @@ def test_a_run_logs_exactly_the_names_in_the_glossary(run_dir):
     assert {line["policy/optimizer_steps"] for line in read_metrics(run_dir)} == {2}  # trap 3
 
 
-def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_continues(
+def test_a_step_without_signal_changes_no_weights_but_is_logged_and_counts_in_the_schedule(
     tmp_path, capsys
 ):
     with serve(NoReward) as url:
@@ -153,7 +153,7 @@ def test_a_step_without_signal_changes_no_weight_is_logged_and_the_schedule_cont
     assert all(torch.equal(final_weights[name], value) for name, value in initial_weights.items())
 
 
-def test_a_prompt_over_the_budget_is_one_line_and_leaves_no_files(tmp_path, capsys):
+def test_a_prompt_over_the_budget_is_reported_in_one_line_and_leaves_no_files(tmp_path, capsys):
     with serve() as url:
         settings = options(tmp_path, url, max_trajectory_tokens=12)
         paths_before = sorted(tmp_path.rglob("*"))
@@ -210,7 +210,7 @@ def test_returns_that_differ_only_by_rounding_give_no_signal():
 # --- Failures: exit code 1, one line, no step lost -----------------------------------------------
 
 
-def test_a_server_that_is_not_running_is_one_line_that_names_it(tmp_path, capsys, monkeypatch):
+def test_a_server_that_is_not_running_is_named_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(worker, "EnvPool", partial(EnvPool, timeout_s=1.5, dead_wait_s=0.5))
     with registered():
         code, _ = run_in_process(tmp_path, "http://127.0.0.1:9")
@@ -219,7 +219,7 @@ def test_a_server_that_is_not_running_is_one_line_that_names_it(tmp_path, capsys
     assert not (tmp_path / "run").exists()  # so the same command can be used again
 
 
-def test_an_engine_that_fails_is_one_line_and_ended_trajectories_are_saved(
+def test_an_engine_failure_is_reported_in_one_line_and_ended_trajectories_are_saved(
     tmp_path, capsys, monkeypatch
 ):
     calls, poll = [], TransformersEngine.poll
@@ -286,7 +286,7 @@ def test_an_error_before_or_after_the_update_loses_no_step(
          ["in loading the models: CUDA out of memory. Process 4344"]),
     ],
 )  # fmt: skip
-def test_out_of_memory_is_one_line_that_names_the_options_to_change(phase, error, contents):
+def test_out_of_memory_is_reported_in_one_line_with_the_options_to_change(phase, error, contents):
     with pytest.raises(OutOfMemory) as error_info, Clock(vars(Config()))(phase):
         raise error
     assert all(words in str(error_info.value) for words in contents)

@@ -38,7 +38,9 @@ def test_fifty_re_enacted_episodes_have_the_recorded_observations(environments, 
         assert len(result["states"]) == len(line["turns"]) and result["first_state"]
 
 
-def test_re_enacting_stops_at_the_first_difference_and_where_the_token_budget_cut(environments):
+def test_re_enacting_stops_at_the_first_difference_and_at_a_turn_cut_by_the_token_budget(
+    environments,
+):
     line = recorded_lines("textcraft")[0] | {"stop_reason": "length"}
     line["turns"][-1]["observation_text"] = ""  # the last turn was never played
     result = reenact(environments, line, None)

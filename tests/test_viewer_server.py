@@ -162,7 +162,7 @@ def test_the_server_answers_only_its_own_page(run):
         assert play_status == (404 if status == 200 else 403)  # this app has no live play
 
 
-def test_an_export_holds_the_newest_complete_groups_and_its_size_is_limited(
+def test_an_export_contains_the_newest_complete_groups_and_its_size_is_limited(
     run, tmp_path, monkeypatch
 ):
     out = tmp_path / "page.html"
