@@ -1,9 +1,9 @@
 """Compare a training step with TRL's: seconds for the rollout and the update on the same tasks.
 
 TRL's GRPOTrainer has no multi-turn loop for an environment behind HTTP, so a user writes a
-`rollout_func`. `play_lockstep` is such a function with transformers' generation. In each round it
-generates one turn for all trajectories in one left-padded batch, which prefills the complete
-history again, and then steps all environments. It returns ids and `env_mask`, our loss_mask.
+`rollout_func`. Ours samples with transformers (`play_lockstep`). Each round generates one turn for
+all trajectories in one left-padded batch, which prefills the complete history again, and then steps
+all environments. The function returns token ids and `env_mask`, which is our loss_mask.
 
 The same on both sides: initial weights, tasks and seeds, token budgets, temperature, GRPO with
 token-mean loss, AdamW in float32, number format, one optimizer step per batch. TRL's gradient
@@ -103,7 +103,7 @@ def play_lockstep(
     model: Any, chat: ChatTemplate, pool: EnvPool, requests: list[Any], config: Config
 ) -> list[RolloutHandler]:
     """Lockstep rounds with transformers' generation. Ids and masks are kept in our handlers, whose
-    cost is negligible beside the generation."""
+    cost is negligible compared with the generation."""
     clients = [pool.client() for _ in requests]
     handlers = [RolloutHandler(**r.trajectory_fields(config.env)) for r in requests]
 

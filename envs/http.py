@@ -248,7 +248,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def parse(body: bytes) -> Any:
-    """Parse the JSON of an answer and make its texts encodable. Raises ValueError if it is not
+    """Parse the JSON of an answer and make its strings encodable. Raises ValueError if it is not
     JSON, is nested deeper than MAX_DEPTH, or holds NaN or infinity."""
     try:
         return _check_json(json.loads(body.decode(errors="replace")), MAX_DEPTH)

@@ -375,7 +375,7 @@ def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:
     problem = (
         f"expected {kind.__name__}, got {value!r:.80}" if value is not None else "Field required"
     )
-    raise ApiError(422, f"body.{name}: {problem}", "send a JSON object, or a query with GET")
+    raise ApiError(422, f"body.{name}: {problem}", "send a JSON object or, with GET, a query")
 
 
 def query_fields(query: str) -> dict[str, Any]:

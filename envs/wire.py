@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 class Wire:
-    """Field names and answers of one environment; the defaults are those of TextCraft.
+    """Field names and answers of one environment; the defaults are TextCraft's.
 
     `turn` is a dict with the result of the latest reset or step: {"observation", "reward", "done",
     "terminated", "truncated", "info", "subtask"}.

@@ -71,7 +71,7 @@ def exit_on_interrupt(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        print("stopped; repeat the command to continue from the last checkpoint", file=sys.stderr)
         sys.exit(130)
 
 

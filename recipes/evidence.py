@@ -27,7 +27,7 @@ from recipes.common import Result
 from reporting.scoring import bootstrap, brackets, paired_bootstrap, percent
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
-Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, a budget
+Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, or a budget
 # The 97.5 % points of Student's t for n seeds. The last one is also used for n > 10, where it is
 # slightly too wide.
 T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}

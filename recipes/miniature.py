@@ -259,8 +259,8 @@ def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
 
 
 def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
-    """Write the teacher's episodes unless the file exists. Returns the turns played for each one,
-    including those of failed episodes."""
+    """Write the teacher's episodes unless the file exists. Returns the turns played per episode
+    written, including the turns of failed episodes."""
     about = path.with_suffix(".about.json")
     if not about.exists():
         tiers = ("near",) if arm.is_weak else tuple(laboratory.TIERS)

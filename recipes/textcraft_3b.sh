@@ -112,7 +112,7 @@ else
         TRAIN+=(--max-tokens-per-micro-batch 10752)
     elif [ "$CARD" -ge $CARD_LORA ]; then
         echo "training on one of them with LoRA, rank 64 and learning rate 1e-5: training all weights" \
-            "beside the sampler needs $CARD_1 MiB"
+            "next to the sampler needs $CARD_1 MiB"
         TRAIN+=(--max-tokens-per-micro-batch 10752 --lora-rank 64 --learning-rate 1e-5)
     else
         stop "$COUNT x $CARD MiB is too little memory for a 3B model and 10752 tokens; expected 8 GPUs of" \

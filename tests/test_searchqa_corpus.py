@@ -18,7 +18,7 @@ def write_corpus(folder, content):
 
 
 def test_an_error_in_a_line_names_the_file_and_the_line(tmp_path):
-    bad_lines = [(b"\xff\xfe", "not JSON"), (b'{"contents": 5}', 'no text under "contents"')]
+    bad_lines = [(b"\xff\xfe", "not JSON"), (b'{"contents": 5}', 'no string under "contents"')]
     path = write_corpus(
         tmp_path, b"\n".join([GOOD.encode(), *(line for line, _ in bad_lines), GOOD.encode()])
     )

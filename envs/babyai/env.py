@@ -31,8 +31,8 @@ Id Lists: ids/babyai_*.json, written once by envs/babyai/__main__.py of commit 7
 Differences from AgentGym's server, whose results are therefore not comparable:
     Any positive return is a success; AgentGym's server ends an episode only after a reward above
     0.5. We correct minigrid's wrong verdict on level 16. "toggle" also opens boxes, which level 26
-    needs, and closes doors. We rewrote the texts with a third fewer words. Level 4 is a 6 x 6 room,
-    as its name says.
+    needs, and closes doors. We rewrote what the agent reads, with a third fewer words. Level 4 is a
+    6 x 6 room, as its name says.
 
     >>> env = BabyAI()
     >>> print(env.reset(task_index=3))

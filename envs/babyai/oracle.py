@@ -9,8 +9,8 @@ action that does most of this plan:
      \\__ pickup red ball 1 ____________________________/         rule 1: the same milestone
      \\__ go to grey box 2 ______/                                rule 2: on the path
 
-Rule 1: the action that does the milestone with the same object.
-Rule 2: otherwise the "go to" or "go through" that ends on the bot's path and leaves fewer steps
+Rule 1: the action that reaches the milestone with the same object. Rule 2: otherwise the "go to" or
+"go through" that ends on the bot's path and leaves fewer steps
     than the bot's next primitive action would. This is tried out in a copy. The number of remaining
     steps falls every turn, so the oracle cannot walk in circles.
 Rule 3: otherwise the bot's next primitive action.
@@ -148,7 +148,7 @@ def _has_seen(player: Player, position: tuple[int, int]) -> bool:
 def _milestone_action(
     plan: Plan, target: VisibleObject | None, actions: list[str], move: int
 ) -> str | None:
-    """Rule 1: the available action that does the plan's milestone, or None."""
+    """Rule 1: the available action that reaches the plan's milestone, or None."""
     if move == DROP:
         return "drop"
     if target is None:

@@ -96,7 +96,8 @@ class Level:
         """Play one primitive action and set `reward`, `terminated` and `truncated`.
 
         In "open red, then open blue", minigrid checks the second part against the same action that
-        fulfils the first part. So the second part fails at once. This method ignores that failure.
+        fulfills the first part, so the second part fails immediately. This method ignores that
+        failure.
         """
         was_done = self._first_part_is_done()
         _, reward, terminated, truncated, _ = self.env.step(primitive)

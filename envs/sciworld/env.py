@@ -20,7 +20,7 @@ Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase 
 Episode End: Terminated when the task is done or has failed. Truncated after 100 actions, or after
     200 in Matter (boil, melt, ...) and in the kinds of task that AgentGym leaves out.
 Arguments: reset(task_index, seed=0). The variation determines the start. The seed determines later
-    random events (how bees move). The same (task_index, seed, actions) gives the same texts.
+    random events (how bees move). The same (task_index, seed, actions) gives the same observations.
 Id Lists: ids/sciworld_*.json, written once by envs/sciworld/__main__.py of commit 7b8c4ed. They
     respect ScienceWorld's split (tasks.py).
     test, train                 lists of AgentGym-RL's sizes, 200 and 2,120 tasks, with its number

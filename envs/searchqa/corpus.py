@@ -98,7 +98,7 @@ class Corpus(Lines):
     def __getitem__(self, number: int) -> Passage:
         contents = self.read(number).get("contents")
         if not isinstance(contents, str):
-            raise self.error(number, 'no text under "contents"')
+            raise self.error(number, 'no string under "contents"')
         return passage_of(number, contents)
 
 

@@ -21,7 +21,7 @@ Rewards: 1 for an answer that equals a golden answer, apart from case, punctuati
     answer, and the number of searches.
 Episode End: Terminated by an answer; truncated after 100 turns.
 Arguments: reset(task_index, seed=0); the seed has no effect. With the same corpus, the same
-    (task_index, actions) gives the same texts. Environment variables (more in
+    (task_index, actions) gives the same observations. Environment variables (more in
     envs/searchqa/retrieval.py):
         SEARCHQA_RETRIEVAL_TOPK     number of passages after a search (default: 3)
         SEARCHQA_PASSAGE_WORDS      maximum words of a passage (default: 100)
@@ -270,7 +270,7 @@ class SearchQA:
         return text if text.endswith("?") else f"{text}?"
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        """Play the first tag of a text; return observation, reward, terminated, truncated, info.
+        """Play the first tag in `action`; return observation, reward, terminated, truncated, info.
         Raises RetrievalError if the search fails; the state of the episode is then unchanged."""
         self._stage.require_running()
         reward = 0.0

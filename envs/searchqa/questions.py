@@ -105,7 +105,7 @@ def find_question(index: int) -> Question:
 
 
 def kind_of(index: int) -> str:
-    """The sub-task of a question, without reading the file of a published one."""
+    """The sub-task of a question. Does not read the file of a published question."""
     if index < FIRST_FACTBOOK:
         return data_set_of(index).kind
     return factbook_questions()[index - FIRST_FACTBOOK].kind
@@ -160,6 +160,6 @@ def published_question(index: int) -> Question:
     question, golden = entry.get("question"), entry.get("golden_answers")
     golden = [golden] if isinstance(golden, str) else golden
     if not isinstance(question, str) or not isinstance(golden, list) or not golden:
-        raise lines.error(number, 'expected a text "question" and a list "golden_answers"')
+        raise lines.error(number, 'expected a string "question" and a list "golden_answers"')
     question = question.strip().removesuffix("?") + "?"
     return Question(question, tuple(map(str, golden)), data_set.kind)

@@ -3,9 +3,9 @@
     BM25(passage) = Σ over the query's words of idf · tf / (tf + k1 (1 - b + b · length / mean))
 
 where tf is the number of times that a word occurs in the passage, idf is Lucene's, k1 = 1.5 and
-b = 0.75 (Robertson and Zaragoza, 2009). Words of the title count three times, because a text often
-says only "it". The scores are cached and memory-mapped. Passages with equal scores keep the order
-of the corpus, so a query without a known word gets the first passages. No query that a policy
+b = 0.75 (Robertson and Zaragoza, 2009). Words of the title count three times, because the text
+often says only "it". The scores are cached and memory-mapped. Passages with equal scores keep the
+order of the corpus, so a query without a known word gets the first passages. No query that a policy
 writes causes an error.
 
 Environment variables (envs/searchqa/README.md): SEARCHQA_RETRIEVAL_METHOD is bm25 or remote; the

@@ -8,17 +8,17 @@ Description: The recipes are Minecraft's 860 recipe files from the PyPI package 
     https://arxiv.org/abs/2311.05772). They contain 613 crafting recipes and 544 goals. Goals 0-139
     have depth 1, 140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
 Action Space: get N item | craft N item using N item, N item | inventory.
-    The amounts of the inputs must be those of the recipe; the amount of the output is ignored. An
-    amount has at most nine digits. A recipe with "planks" or "wool" accepts any kind; the action
-    names the kind in full ("3 oak planks").
+    The input amounts must match the recipe; the output amount is ignored. An amount has at most
+    nine digits. A recipe with "planks" or "wool" accepts any kind; the action names the kind in
+    full ("3 oak planks").
 Observation Space: The first observation lists the commands (all that can be useful, and up to ten
     distractors) and the goal. Each later observation is one line: the result of the action, or the
     reason why it had no effect.
 Rewards: 1 for the action that crafts the goal, otherwise 0.
 Episode End: Terminated when the goal is crafted; never truncated.
 Arguments: reset(task_index, seed=0). The seed determines the distractors and the order of the
-    commands. The same (task_index, seed) gives the same text on every machine.
-Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
+    commands. The same (task_index, seed) gives the same first observation on every machine. Id
+Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
     test, train                 AgentGym-RL's published split. The 100 test ids are exact. Of the
                                 374 training ids, those of depths 2 and 3 are not published, so we
                                 drew them with a fixed seed.
