@@ -14,8 +14,8 @@ early and solves nothing, so a run measures the cost of a step and not learning.
 Run it:  python benchmarks/gpu.py                        3B: minutes on a card of 80 GB or more
          python benchmarks/gpu.py --shape 0.5B           on a smaller card
          python benchmarks/gpu.py -- OPTIONS             pass OPTIONS to train.py
-Without a GPU, `--shape tiny --context 1024` runs everything on a small scale. Read next:
-recipes/memory.py.
+Without a GPU, `--shape tiny --context 1024` runs everything on a small scale.
+Read next: recipes/memory.py.
 """
 
 import contextlib

@@ -165,8 +165,10 @@ def summarize(record: dict[str, Any]) -> dict[str, float]:
 
 def main() -> int:
     parser = make_parser(__doc__, 5)
-    parser.add_argument("--model", choices=("tiny", "smollm2-135m"), default="tiny")
-    parser.add_argument("--tasks", type=int, default=8, help="goals in the batch")
+    parser.add_argument(
+        "--model", choices=("tiny", "smollm2-135m"), default="tiny", help="model to update"
+    )
+    parser.add_argument("--tasks", type=int, default=8, help="number of goals in the batch")
     options = parser.parse_args()
     results = Results(options, f"update_{options.model}.json")
     record = measure(options.model, options.tasks, options.repeats)

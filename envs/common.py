@@ -116,7 +116,7 @@ def command_line(env_class: Any, name: str, task_index: int) -> None:
         help=f"task to play, 0 to {last} (default: {task_index})",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of what the task leaves to chance (default: 0)"
+        "--seed", type=int, default=0, help="random seed of the episode (default: 0)"
     )
     arguments = parser.parse_args()
     env = env_class()

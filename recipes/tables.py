@@ -487,7 +487,7 @@ def main() -> None:
         "--show",
         choices=TABLES,
         nargs="+",
-        help="print these tables, including the results in runs/; write nothing",
+        help="print these tables, including the results in runs/, and write nothing",
     )
     options = parser.parse_args()
     if options.show:

@@ -287,7 +287,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="requirement set; auto picks cuda if there is a GPU, otherwise cpu",
     )
     parser.add_argument(
-        "--env", default="textcraft", help="environments whose packages to install, too"
+        "--env",
+        default="textcraft",
+        help='environments ("NAME NAME") whose packages to install, too',
     )
     options = parser.parse_args(arguments)
     try:

@@ -9,8 +9,8 @@ action that does most of this plan:
      \\__ pickup red ball 1 ____________________________/         rule 1: the same milestone
      \\__ go to grey box 2 ______/                                rule 2: on the path
 
-Rule 1: the action that reaches the milestone with the same object. Rule 2: otherwise the "go to" or
-"go through" that ends on the bot's path and leaves fewer steps
+Rule 1: the action that reaches the milestone with the same object.
+Rule 2: otherwise the "go to" or "go through" that ends on the bot's path and leaves fewer steps
     than the bot's next primitive action would. This is tried out in a copy. The number of remaining
     steps falls every turn, so the oracle cannot walk in circles.
 Rule 3: otherwise the bot's next primitive action.

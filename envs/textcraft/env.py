@@ -17,8 +17,8 @@ Observation Space: The first observation lists the commands (all that can be use
 Rewards: 1 for the action that crafts the goal, otherwise 0.
 Episode End: Terminated when the goal is crafted; never truncated.
 Arguments: reset(task_index, seed=0). The seed determines the distractors and the order of the
-    commands. The same (task_index, seed) gives the same first observation on every machine. Id
-Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
+    commands. The same (task_index, seed) gives the same first observation on every machine.
+Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
     test, train                 AgentGym-RL's published split. The 100 test ids are exact. Of the
                                 374 training ids, those of depths 2 and 3 are not published, so we
                                 drew them with a fixed seed.
