@@ -298,7 +298,7 @@ def format_table(summary: Mapping[str, Any]) -> str:
         lines += ["", f"lost to infrastructure and not counted above: {count}"]
         lines.append(f"  last error: {lost['last_error']}")
     if lost["items_without_sample"]:
-        lines.append("  tasks without a sample: " + " ".join(lost["items_without_sample"]))
+        lines.append("  tasks without a valid sample: " + " ".join(lost["items_without_sample"]))
     return "\n".join(lines)
 
 
@@ -340,7 +340,7 @@ SETTINGS = (
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:
-    """One line that says how much better the second result is, on the tasks in both files.
+    """One line that says how much better the second result is on the tasks in both files.
 
     Raises: ValueError if a file is not the result of a complete evaluation, or the two have no
         task in common.

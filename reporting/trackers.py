@@ -91,7 +91,7 @@ class Trackers:
                 raise TrackerError(f"--log-to {name} cannot start: {_line(error)}") from error
 
     def send(self, step: int, values: Values) -> None:
-        """Send the numbers in a step's row; a later call can add values to the same step."""
+        """Send the numbers in a step's row. A later call can add values to the same step."""
         numbers = {name: v for name, v in values.items() if isinstance(v, int | float)}
         for name, (send, _) in list(self.trackers.items()):
             try:

@@ -262,7 +262,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which our checkpoints never do")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which our checkpoints never name")
 
 
 class _Reader(dcp.FileSystemReader):
@@ -290,7 +290,7 @@ class _Planner(dcp.DefaultLoadPlanner):
             data = torch.load(value, weights_only=True)
         except pickle.UnpicklingError:  # its message advises weights_only=False, which is unsafe
             raise ValueError(
-                f"{name} is not plain data, which our checkpoints always are"
+                f"{name} is not plain data, as all values in our checkpoints are"
             ) from None
         set_element(self.original_state_dict, self.mappings[name], data)
 
@@ -304,7 +304,7 @@ def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
 
 
 def _first_line(error: BaseException | str) -> str:
-    """The cause of an error, without torch's report per rank and its tracebacks."""
+    """The cause of an error, without torch's per-rank report and tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,8 +2,8 @@
 
     write .new-xxxx-NAME  ->  flush it to disk  ->  rename it to NAME  ->  flush the folder
 
-The rename is atomic, so a reader sees either the old content or the new one. If the process is
-killed before the rename, a hidden file is left behind, which `sweep` deletes.
+The rename is atomic, so a reader sees either the old content or the new content. If the process is
+killed before the rename, it leaves a hidden file, which `sweep` deletes.
 
 Read next: `run/checkpoint.py`, which writes folders this way from several processes.
 """
@@ -62,8 +62,8 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 def build_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    """Call `build` with an empty folder and rename the result to `folder`. If another process was
-    faster, its result is kept."""
+    """Call `build` with an empty folder and rename the result to `folder`. If another process
+    finished first, its result is kept."""
     new = new_folder(folder)
     try:
         build(new)

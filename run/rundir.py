@@ -50,7 +50,7 @@ TOKENIZER = "tokenizer"  # a folder in the directory of a run or of an evaluatio
 
 
 class Run:
-    """An open run directory, locked against other runs."""
+    """An open run directory, locked against other processes."""
 
     def __init__(
         self, path: Path, is_new: bool, writes: bool = True, program: str = "train.py"

@@ -264,7 +264,7 @@ class Session(Generic[WorkerType]):
         return metrics
 
     def note_evaluation(self, step: int, score: float) -> None:
-        """Record the score after `step`; a tie does not replace the best."""
+        """Record the score after `step`; an equal score does not replace the best."""
         self.evaluated_step = step
         if self.best is None or score > self.best:
             self.best, self.best_step = score, step

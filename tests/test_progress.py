@@ -100,7 +100,7 @@ def test_the_time_left_is_that_of_the_remaining_steps_and_evaluations():
     time_left = TimeLeft(60, [20, 40, 60])
     time_left.note({"time/eval_s": 50.0})
     assert time_left.after(0) is None  # no step was timed
-    time_left.note({"time/step_s": 60.0, "time/eval_s": 50.0})  # the step's evaluation: once
+    time_left.note({"time/step_s": 60.0, "time/eval_s": 50.0})  # the 60 s include the 50 s
     assert time_left.after(1) == 59 * 10 + 3 * 50
     assert time_left.after(20) == 40 * 10 + 2 * 50  # the evaluation after step 20 is done
     assert time_left.after(60) == 0
