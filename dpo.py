@@ -139,7 +139,7 @@ class DpoConfig(IteratedConfig):
         is_even = self.mini_batch_size % 2 == 0
         self.require("mini_batch_size", is_even, "must be even: a pair is two trajectories")
         if bool(self.expert) != bool(self.experience):
-            raise Misuse("--expert and --experience work together; give both")
+            raise Misuse("give --expert and --experience together")
         if sum(map(bool, (self.pairs, self.data, self.expert))) > 1:
             raise Misuse("--pairs, --data and --expert are alternatives; give only one")
         if self.learns_from_play:

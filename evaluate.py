@@ -6,7 +6,7 @@ Evaluation: play held-out tasks and print the success rate with its confidence i
     trajectories ─────> scoring.summarize ──> table, eval.json, trajectories.jsonl, curves.png
 
 Evaluation uses the same rollout loop as training. `--env all` plays the test split of every
-environment with one model, writes each one's results to its own folder, and compares them with the
+environment with one model, writes the results of each to a folder, and compares them with the
 paper's numbers in a table (benchmark.md). If an environment fails, the remaining ones are still
 played; run the same command with `--resume` to play the missing ones.
 
@@ -89,63 +89,63 @@ class EvalConfig:
     """Measure an agent on held-out tasks: avg@k, pass@k, per sub-task, with 95 % intervals."""
 
     env: str = "textcraft"
-    """environment (name), or `all`: play every environment and compare with the paper's numbers"""
+    """environment; all: evaluate on all of them and compare with the paper's numbers"""
     tasks: str | None = None
-    """JSON file with the ids of the tasks to play, instead of --split (path)"""
+    """JSON file with the ids of the tasks to play, instead of --split"""
     split: Literal["train", "test"] | None = None
-    """one of the environment's own task lists (default: test)"""
+    """split to play; if not given, test"""
     subtasks: tuple[str, ...] = ()
-    """play only these sub-tasks, e.g. --subtasks "depth 1" "depth 2" (names; default: all)"""
+    """play only these sub-tasks, e.g. "depth 1" "depth 2"; if not given, all"""
     limit: int | None = None
-    """play only this many tasks of each sub-task, for a quick look (count; default: all)"""
+    """play at most this many tasks per sub-task, for a quick look; if not given, all"""
     run: str | None = None
-    """folder of a run: evaluate its best checkpoint with the run's settings, on its held-out tasks
-    or, if it has none, on its training tasks; options on the command line override (folder)"""
+    """folder of a run: evaluate its best checkpoint with its settings,
+    on its held-out tasks (if none, its training tasks); other options override the run's"""
     model: str | None = None
-    """smollm2-135m, tiny, a checkpoint folder or a hub id (default: smollm2-135m on a
-    CPU, Qwen/Qwen2.5-3B-Instruct on a GPU; paper: Qwen2.5-3B and 7B)"""
+    """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen2.5-3B and 7B];
+    if not given, smollm2-135m on a CPU and Qwen/Qwen2.5-3B-Instruct on a GPU"""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """the sampler for --model"""
+    """library that samples from --model"""
     api_base: str | None = None
-    """base URL of an OpenAI-compatible chat server, instead of --model (URL)"""
+    """base URL of an OpenAI-compatible chat server to evaluate, instead of --model"""
     api_model: str | None = None
     """model name to send to that server"""
     api_key_env: str | None = None
-    """environment variable that holds the server's key (name; default: no key is sent)"""
+    """name of the environment variable with the server's key; if not given, no key is sent"""
     samples: int = 1
-    """episodes per task, k of avg@k and pass@k (count; paper: 1)"""
+    """episodes per task: the k of avg@k and pass@k [paper: 1]"""
     max_rounds: tuple[int, ...] = ()
-    """maximum number of turns; several values: also the success rate within fewer turns, from the
-    same episodes (turns; default: the environment's; paper: 20 in babyai, 30 in the others)"""
+    """maximum turns per episode [paper: 20 in babyai, 30 in the others];
+    if not given, the environment's; several values: success rate at each, from the same episodes"""
     temperature: float = 1.0
-    """sampling temperature; 0: always the most probable token (paper: 1.0)"""
+    """sampling temperature; 0: always the most probable token [paper: 1.0]"""
     seed: int = 0
-    """seed of environments, sampling and bootstrap"""
+    """seed for environments, sampling and bootstrap"""
     max_tokens_per_turn: int = 512
-    """maximum length of one answer of the policy (tokens; paper: 512, or 200)"""
+    """maximum sampled tokens per turn [paper: 512 or 200]"""
     max_trajectory_tokens: int = 8192
-    """maximum length of an episode with its prompt (tokens; paper: 10752 for textcraft); ignored
-    with --api-base"""
+    """maximum tokens per episode, including the prompt [paper: 10752 for textcraft];
+    no effect with --api-base"""
     env_addr: tuple[str, ...] = ()
-    """addresses of running environment servers (URLs; default: start one on this machine; `local`:
-    play in this process, without a server)"""
+    """URLs of running environment servers; if not given, one is started on this machine;
+    local: run the environment in this process without a server"""
     prompt: str | None = None
-    """file with a prompt to use instead of the environment's: JSON [{"role", "content"}, ...], or a
-    text that replaces the environment's instruction"""
+    """file with a prompt to use instead of the environment's:
+    JSON messages [{"role", "content"}, ...], or text that replaces only the instruction"""
     env_workers: int = 32
-    """maximum number of simultaneous environment calls, or episodes with --api-base (count)"""
+    """maximum number of simultaneous environment calls (with --api-base, of episodes)"""
     max_env_failures: float = 0.2
-    """share of trajectories lost to servers above which the run fails (0..1)"""
+    """fail if more than this share of the trajectories is lost to failing servers (0..1)"""
     record_state: bool = False
-    """save the state as people see it (inventory, map) with the trajectories, for replay.py"""
+    """record the environment's state (inventory, map) with the trajectories, for replay.py"""
     deterministic: bool = False
-    """repeatable: transformers engine, one sequence at a time, each with its own seed; slow"""
+    """make results repeatable: transformers, one sequence at a time with its own seed; slow"""
     out: str | None = None
-    """new folder for the results (default: runs/eval-<env>-<date-time>/)"""
+    """new folder for the results; if not given, runs/eval-<env>-<date-time>"""
     resume: bool = False
-    """with --env all: do not play environments again whose results in --out are complete"""
+    """with --env all: skip environments whose results in --out are already complete"""
     compare: tuple[str, ...] = ()
-    """two eval.json files: print their paired difference and exit"""
+    """two eval.json files: print the paired difference between them and exit"""
 
     def horizons(self, env: str) -> list[int]:
         """--max-rounds in ascending order, or by default the horizon of `env`."""
@@ -170,7 +170,7 @@ class EvalConfig:
         problems = {
             f"--compare needs two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
             f"--seed {c.seed} must be 0 or more": c.seed < 0,
-            f"--temperature {c.temperature} must not be < 0": not 0 <= c.temperature < math.inf,
+            f"--temperature {c.temperature} must be 0 or more": not 0 <= c.temperature < math.inf,
             "--temperature 0 makes all samples of a task equal; use --samples 1": (
                 c.samples > 1 and not c.temperature
             ),
@@ -178,16 +178,16 @@ class EvalConfig:
                 c.max_tokens_per_turn >= c.max_trajectory_tokens
             ),
             "--max-env-failures must be a share, 0 to 1": not 0 <= c.max_env_failures <= 1,
-            "--tasks and --split both name tasks; give one": c.tasks and c.split,
-            "--model and --api-base exclude each other": c.model and c.api_base,
-            "--api-base and --api-model go together": bool(c.api_base) != bool(c.api_model),
+            "--tasks and --split both name tasks; give only one": c.tasks and c.split,
+            "--model and --api-base cannot be combined; give only one": c.model and c.api_base,
+            "give --api-base and --api-model together": bool(c.api_base) != bool(c.api_model),
             f"--api-key-env {key}: this variable is not set": key and not os.environ.get(key),
             "--deterministic is not possible with --api-base": c.api_base and c.deterministic,
-            "--env all starts a server for each environment and plays its test split: --env-addr, "
-            "--tasks, --subtasks, --split train and --prompt are not possible": (
+            "--env all starts a server for each environment and plays its test split; leave out "
+            "--env-addr, --tasks, --subtasks, --split train and --prompt": (
                 is_all and has_task_options
             ),
-            f"--resume needs --env all and its earlier results; --out {out} holds no results": (
+            f"--resume needs --env all and its earlier results in --out; {out} holds no results": (
                 c.resume and not (is_all and has_results)
             ),
             f"--out {out} exists and is not empty; choose a new folder": is_taken and not c.resume,
@@ -202,7 +202,7 @@ class EvalConfig:
 
 
 def parse_options(argv: Sequence[str] | None) -> EvalConfig:
-    """Parse the options and check them, with the files and models that they name.
+    """Parse the options and check them, including the files and models that they name.
 
     Raises: Misuse; SystemExit from `parse_command_line`.
     """
@@ -240,17 +240,17 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     Raises: Misuse if there is no run, it has no checkpoint, or --env is missing.
     """
     if not (Path(folder) / "config.json").exists():
-        raise Misuse(f"--run {folder} holds no run; give a folder that train.py has created")
+        raise Misuse(f"--run {folder} holds no run; give a folder that train.py created")
     c = complete(saved_config(folder, RunConfig))
     if len(configs := config_per_env(c)) > 1:
         matches = [env_config for env_config in configs if env_config.env == env]
         if not matches:
             names = " or ".join(env_config.env for env_config in configs)
-            raise Misuse(f"--run {folder} plays several environments: name one, --env {names}")
+            raise Misuse(f"--run {folder} plays several environments: choose one, --env {names}")
         c, named_options = matches[0], named_options - {"env"}
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in named_options:
-        raise Misuse(f"--run {folder} has no checkpoint yet; name a --model")
+        raise Misuse(f"--run {folder} has no checkpoint yet; give a --model")
     shared = ["env", "prompt", "engine", "temperature", "seed"]
     shared += ["max_tokens_per_turn", "max_trajectory_tokens"]
     config = EvalConfig(
@@ -271,7 +271,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
 
 
 def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
-    """The number of tasks that are training tasks of --run; 0 if that run learns from files."""
+    """How many of `tasks` are training tasks of --run; 0 if that run learns from files."""
     train_ids = set[str]()
     with contextlib.suppress(ValueError, OSError):  # the run's id list no longer exists
         if config.run:
@@ -508,7 +508,7 @@ def measure_all(
         except (ValueError, *FAILURES) as error:  # the remaining environments can still be played
             exit_code, problem = 1, str(error)
         except KeyboardInterrupt:
-            exit_code, problem = 130, "stopped while its server started or ended"
+            exit_code, problem = 130, "stopped while its server was starting or ending"
         table.families[env] = problem or summary
         write_table(table, out)
         if problem:

@@ -5,8 +5,8 @@
                                                           └──> --text ────────────> the terminal
 
 It never changes a run. It can show a run that is still training, and updates the page as the run
-grows. Only this machine can open the page, and the page loads nothing from other machines. To look
-at it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST`.
+grows. Only this machine can open the page, and the page loads nothing from other machines. To view
+it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST`.
 
 How to run:
 
@@ -49,21 +49,21 @@ MAX_EXAMPLE = 100  # characters of a text in an overview
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path, help="runs, evaluations, trajectory files")
-    parser.add_argument("--port", type=int, default=PORT, help="port of the page; 0: a free one")
-    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    parser.add_argument("paths", nargs="*", type=Path, help="runs, evaluations or trajectory files")
+    parser.add_argument("--port", type=int, default=PORT, help="port of the page; 0: any free port")
+    parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one .html file instead")
-    parser.add_argument("--limit", type=int, help="number of newest trajectories to export")
-    parser.add_argument("--text", action="store_true", help="print to the terminal instead")
-    parser.add_argument("--trajectory", metavar="ID", help="with --text: print one, turn by turn")
+    parser.add_argument("--limit", type=int, help="with --export: number of newest trajectories")
+    parser.add_argument("--text", action="store_true", help="print in the terminal instead")
+    parser.add_argument("--trajectory", metavar="ID", help="with --text: print this trajectory")
     parser.add_argument("--failures", action="store_true", help="with --text: list only failures")
-    parser.add_argument("--file", metavar="NAME", help="with --text: this file (default: newest)")
-    parser.add_argument("--api-base", help="chat server of a model that can act in live play")
-    parser.add_argument("--api-model", help="name of the model at that server")
+    parser.add_argument("--file", metavar="NAME", help="with --text: this file, not the newest")
+    parser.add_argument("--api-base", help="URL of a chat server whose model can play live")
+    parser.add_argument("--api-model", help="model name to send to that server")
     parser.add_argument("--api-key-env", help="environment variable that holds the server's key")
     options = parser.parse_args(argv)
     if bool(options.api_base) != bool(options.api_model):
-        parser.error("--api-base and --api-model go together")
+        parser.error("give --api-base and --api-model together")
     if options.api_key_env and not os.environ.get(options.api_key_env):
         parser.error(f"--api-key-env {options.api_key_env}: this variable is not set")
     return options
@@ -107,7 +107,7 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=2
         )
         names = ", ".join(source.name for source in sources)
-        print(f"{names}: {url}  (Ctrl-C ends it)", flush=True)
+        print(f"{names}: {url}  (stop with Ctrl-C)", flush=True)
         # Without a screen, a text browser would take over the terminal.
         has_screen = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
         if has_screen and not options.no_browser:
