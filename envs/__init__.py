@@ -296,7 +296,7 @@ def name_of_list(env: str, file: str) -> str:
 
 
 def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | None:
-    """The path of the id list that `split` or `file` names; None (all tasks) without both."""
+    """The path of the id list that `split` or `file` names; None (all tasks) if neither is set."""
     if split is not None and file is not None:
         raise ValueError(f"got split {split!r} and file {str(file)!r}; give one of the two")
     lists, name = id_lists(env), env_name(env)

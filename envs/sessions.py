@@ -72,7 +72,7 @@ def _for_json(value: Any) -> Any:
 
 
 class ApiError(Exception):
-    """An error that a request is answered with."""
+    """An error to send as the answer to a request."""
 
     def __init__(self, status: int, error: str, hint: str) -> None:
         super().__init__(error)
@@ -149,7 +149,7 @@ class Sessions:
                 "close sessions, retry later, or start the server with a larger --max-sessions",
             )
         session = Session(next(self._numbers))
-        self.table[session.session_id] = session  # counts already while its environment starts
+        self.table[session.session_id] = session  # counted even while its environment starts
         try:
             async with session.lock:
                 session.env = await self.call(self.env_class)

@@ -254,7 +254,7 @@ def horizons() -> list[str]:
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
-    """Turns a step, share in failed episodes, groups whose returns differ, tokens per success."""
+    """Turns per step, share in failed episodes, groups with signal, tokens per success."""
 
     def signal_share(steps: slice) -> str:
         rows = [row for result in results for row in result["curve"][steps]]

@@ -1,1 +1,1 @@
-"""Setting up."""
+"""Setup of the virtual environment."""

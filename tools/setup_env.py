@@ -1,4 +1,4 @@
-"""Set-up: create `.venv` with exactly the pinned packages.
+"""Setup: create `.venv` with exactly the pinned packages.
 
 `make` runs this file before any other command. The first run creates `.venv` and installs a set of
 requirements. Later runs only compare a hash with `.venv/setup.json`.
@@ -39,7 +39,7 @@ DEFAULT_TORCH_GB = 8  # disk space that the default build of torch with its CUDA
 
 
 class SetupError(Exception):
-    """Stops the set-up; its message is printed for the user."""
+    """Stops the setup; its message is printed for the user."""
 
 
 class NotOnIndex(SetupError):
@@ -213,7 +213,7 @@ def install_torch(environment: Environment, pin: str) -> str:
 
 
 def install(environment: Environment, requirement_set: RequirementSet) -> None:
-    """Install the set: minutes the first time, seconds for a small change."""
+    """Install the set. This takes minutes the first time, and seconds after a small change."""
     environment.create()
     environment.write_record({})  # an interrupted run must not look complete
     if requirement_set.name == "cuda":

