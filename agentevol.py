@@ -266,7 +266,7 @@ def select(
     per_task: Counter[str] = Counter()
     joined: set[Any] = set()
     old_texts = set() if is_summed else {texts_of(record) for record in previous}
-    # The sort is stable: records with equal returns stay in the order of play.
+    # The sort is stable: records with equal returns stay in the order they were played.
     for record in good if is_blind else sorted(good, key=lambda r: -r["return"]):
         task, texts = record["item_id"], texts_of(record)
         is_new = (task, texts) not in joined and texts not in old_texts

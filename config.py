@@ -165,7 +165,7 @@ class RunConfig(UpdateOptions):
     """maximum tokens per trajectory, including the prompt [paper: 10752]"""
     learning_rate: float = 4e-5  # learning rate of the policy (AdamW) [paper: 1e-6]
     learning_rate_decay_steps: int = 60
-    """decay linearly to 1/N of --learning-rate in N steps, then stay constant;
+    """decay the learning rate linearly over N steps to 1/N of it, then hold it constant;
     0: no decay [paper: 0]"""
     # Limits
     max_sync_error: float = 0.1

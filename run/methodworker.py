@@ -82,7 +82,7 @@ class MethodConfig(RunConfig):
     mini_batch_size: int = 16  # trajectories per training step (one optimizer step)
     learning_rate: float = 1e-4  # learning rate of the policy (AdamW) [paper: 1e-5]
     learning_rate_decay_steps: int = 0
-    """decay linearly to 1/N of --learning-rate in N steps, then stay constant;
+    """decay the learning rate linearly over N steps to 1/N of it, then hold it constant;
     0: decay over all steps (in agentevol.py, over those of each iteration)"""
 
     @property
@@ -273,9 +273,7 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
             raise ValueError(f"--data {' '.join(config.data)} holds no conversation{problem}")
         if num_out := len(records) - len(good):
             num = f"{num_out:,} of {len(records):,}"
-            distributed.say(
-                f"{num} conversations have a return below --min-return and are left out"
-            )
+            distributed.say(f"{num} conversations are below --min-return and are left out")
         return encode_all(chat, good)
 
     with value_errors_as_misuse():
@@ -308,9 +306,7 @@ def drop_too_long(
         distributed.say(f"{num_out} {plural} have more than {limit} tokens and are left out")
     examples = [example for item in fit for example in examples_of(item)]
     if num_reencoded := sum(example.is_reencoded for example in examples):
-        distributed.say(
-            f"{num_reencoded} trajectories are encoded again: another tokenizer sampled them"
-        )
+        distributed.say(f"{num_reencoded} trajectories of another tokenizer are encoded again")
     num_tokens = sum(len(e.trajectory.input_ids) for e in examples)
     num_learned = sum(sum(e.trajectory.loss_mask) for e in examples)
     distributed.say(
