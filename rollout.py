@@ -340,7 +340,7 @@ class _Episode:
             if self.settings.record_state:
                 turn.state = state_of(self.client)
         except EnvError as error:
-            self.give_up_session()  # before waiting for another, or a full server could deadlock
+            self.give_up_session()  # before waiting for a new one, or a full server could deadlock
             if self.restarts_left:
                 self.restarts_left -= 1
                 self.must_restart = True  # the loop restarts it in a reset thread

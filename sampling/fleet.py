@@ -43,7 +43,7 @@ from envs.http import JSON_HEADERS, ExchangeError, ExchangeTimeout, HttpClient, 
 from run.processes import NotReady, child
 from scale import distributed
 
-NUM_ATTEMPTS = 4  # at one request, before the run stops
+NUM_ATTEMPTS = 4  # to sample one request before the run stops
 MAX_NUM_SEQS = 64  # sequences that one server samples at the same time
 MAX_ANSWER_BYTES = 1 << 26  # vLLM sends about 100 bytes per token
 POLL_WAIT_S = 0.01  # sleep when no request has finished
@@ -52,7 +52,7 @@ HEALTH_TIMEOUT_S = 5.0
 RESET_WAIT_S = 10.0  # wait for aborted requests to release their keys and values
 START_TIMEOUT_S = 900.0
 # A trajectory stays with the server that has its earlier turns in the prefix cache, unless that
-# server has more than this many requests more than another.
+# server's load exceeds another one's by more than this many requests.
 MAX_IMBALANCE = 4
 # Set explicitly, because vLLM takes missing values from the model's generation_config.json.
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -159,7 +159,7 @@ def _is_up(url: str, name: str) -> bool:
 
 
 class ServerFailed(Exception):
-    """The server gave no answer, or an error that a different server might not give."""
+    """The server gave no answer, or an error that another server might not give."""
 
 
 class Server:
@@ -223,7 +223,7 @@ class Server:
 
     def reload(self, folder: Path) -> None:
         """Load the weights in `folder` and clear the prefix cache, computed with the old weights.
-        If that works, the server is used (again); if it fails, the server is excluded."""
+        On success the server is back in use; on failure it is excluded."""
         weights = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
             self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
@@ -346,7 +346,7 @@ class FleetEngine:
             finally:
                 with self._lock:
                     server.num_running -= 1
-        message = f"{NUM_ATTEMPTS} attempts failed, the last one: {last_error}"
+        message = f"{NUM_ATTEMPTS} attempts failed; last error: {last_error}"
         raise EngineError(message) from last_error
 
     def _choose(self, request_id: str, failed_server: Server | None) -> Server:
@@ -402,7 +402,7 @@ class FleetEngine:
         return [server.problem for server in self._servers]
 
     def sleep(self) -> None:
-        """Does nothing: the servers have their own GPUs, so they need not free memory."""
+        """Does nothing: the servers have their own GPUs, so they do not need to free memory."""
 
     def close(self) -> None:
         """Drop running requests and delete the weight files; the servers keep running."""

@@ -40,7 +40,7 @@ from scale.default_models import model_config
 from scale.memory import SEQUENCES, cpu_cache_bytes, shape_of
 
 # Tokens per block of keys and values. Only full blocks are cached for the next turn: with vLLM's
-# default of 128, each turn would recompute 64 tokens on average to write 30 new ones. Below 32,
+# default of 128, each turn would recompute 64 tokens on average to sample 30 new ones. Below 32,
 # vLLM's kernels are slow.
 CPU_BLOCK = 32
 
@@ -197,7 +197,7 @@ class VLLMEngine:
         self._has_weights = True
 
     def sleep(self) -> None:
-        """Free the GPU's memory for the update, even that of the weights, because new ones follow.
+        """Free the GPU's memory for the update, including the weights: new ones will be loaded.
         Does nothing on a CPU. No request may be running: vLLM would drop it silently.
         """
         if self._on_gpu and not self._is_asleep:
