@@ -54,7 +54,7 @@ from run.progress import phase
 MAX_CLOSING = 64  # threads that close sessions
 BACK_OFF_S = 0.2  # wait before a full server gets the next request
 FIRST_WAIT_S = 1.0  # wait for addresses that have never worked: the server may be starting
-CLOSE_TIMEOUT_S = 2.0  # less than timeout_s, because servers evict sessions that are not closed
+CLOSE_TIMEOUT_S = 2.0  # short, because servers evict a session that is not closed
 BODY_CHARS = 500  # characters of an answer shown in error messages
 
 
@@ -87,7 +87,7 @@ class EnvProtocolError(EnvError):
 
 
 class SessionLost(EnvError):
-    """The server does not know the session (any more): evicted, closed, or the server restarted."""
+    """The server does not know the session: it was evicted, closed or lost in a restart."""
 
 
 class UnknownTask(EnvError):
@@ -282,8 +282,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
 
     def available_actions(self) -> list[str]:
-        """Actions that the current state accepts. AgentGym's servers support neither this nor
-        state() nor oracle(): all three raise NotSupported."""
+        """Actions that the current state accepts. With AgentGym's servers, this method, state()
+        and oracle() raise NotSupported."""
         answer = self._call("GET", "/available_actions")
         return self._field(answer, "/available_actions", "actions", list)
 
@@ -539,7 +539,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
 
 
 class _PooledClient(EnvClient):
-    """A client that reports its failures and its end to its pool."""
+    """A client that tells its pool when it fails and when it is closed."""
 
     def __init__(self, pool: EnvPool, address: Address) -> None:
         super().__init__(pool.env, address.url, **pool.options)

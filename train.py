@@ -309,7 +309,7 @@ class RLWorker(Worker):
                 batch.values = score_critic(self.critic.model, batch, c, device)
 
     def penalize_kl(self, batch: Batch) -> dict[str, float]:
-        """With --kl-coef, subtract the KL penalty (against the reference policy) from the rewards."""
+        """With --kl-coef, subtract the KL penalty from the rewards. Returns its metrics."""
         old, ref = batch.old_log_probs, batch.ref_log_probs
         if old is None or ref is None or not self.config.kl_coef:
             return {}

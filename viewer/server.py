@@ -81,7 +81,7 @@ def create_app(sources: Sequence[Source], play: Play | None = None) -> FastAPI:
 
 
 async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Answer only this server's page, and add the security headers to every answer."""
+    """Answer only requests from our own page, and add the security headers to every answer."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     # Ignore the port, which an SSH tunnel can change.
     is_local = host.partition(":")[0].lower() in LOCAL_NAMES

@@ -4,8 +4,8 @@
     an evaluation  eval.json and trajectories.jsonl, or a folder per environment with both
     a file         one trajectory per line, or AgentTraj conversations as .json or .jsonl
 
-Sources are only read. The page refers to a file by its name in the source's list ("step_000003"),
-so nothing that the page sends is used as a path.
+Sources are never modified. The page refers to a file by its name in the source's list
+("step_000003"), so nothing that the page sends is used as a path.
 
 Read next: overview.py, trajectories.py, server.py.
 """
