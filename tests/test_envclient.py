@@ -209,7 +209,7 @@ def test_score_is_the_sum_of_rewards_unless_the_server_sends_a_score(server, cli
     client.reset(1)
     server.script["/step"] = [(200, answer | {"reward": 0.6})] * 2
     assert client.step(ACTION).info["score"] == 0.6
-    with pytest.raises(EnvProtocolError, match="sum to 1.2"):  # more than 1 over the episode
+    with pytest.raises(EnvProtocolError, match="the sum is 1.2"):  # more than 1 over the episode
         client.step(ACTION)
 
 

@@ -90,7 +90,7 @@ def engine(servers, tmp_path):
 
 
 def submit(engine, numbers):
-    """Submit a request r0 with the prompt [0], and so on."""
+    """Submit request r0 with the prompt [0], r1 with [1], and so on, for these numbers."""
     for n in numbers:
         engine.submit(f"r{n}", [n], SETTINGS)
 
