@@ -248,7 +248,7 @@ FAILURES = [
     ((200, STEP | {"observation": "x" * 1_100_000}), EnvProtocolError, "larger than 1048576"),
     ((200, STEP | {"reward": "1"}), EnvProtocolError, "number 'reward'"),
     ((200, STEP | {"reward": 10**400}), EnvProtocolError, "a finite number"),
-    ((200, STEP | {"reward": -5}), EnvProtocolError, "sum to -5"),
+    ((200, STEP | {"reward": -5}), EnvProtocolError, "the sum is -5"),
     ((200, {"observation": "o", "reward": 0}), EnvProtocolError, "'done'"),
     ((200, PAYS | {"truncated": "false"}), EnvProtocolError, "'truncated' that is true or false"),
     ((200, PAYS | {"info": {"success": "false"}}), EnvProtocolError, "'success'"),
