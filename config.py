@@ -663,10 +663,11 @@ def parse_command_line(
     """
     box = io.StringIO()
     defaults: dict[str, Any] = {} if default is None else {"default": default}
-    # --help lists the fields in this order: environment and model before the details of an update.
-    fields_of_kind: dict[str, Any] = kind.__dataclass_fields__
-    in_order = sorted(fields_of_kind, key=Objective.__dataclass_fields__.__contains__)
-    kind.__dataclass_fields__ = {name: fields_of_kind[name] for name in in_order}
+    if issubclass(kind, RunConfig):  # in --help the run comes before the details of an update
+        in_order = sorted(
+            kind.__dataclass_fields__, key=Objective.__dataclass_fields__.__contains__
+        )
+        kind.__dataclass_fields__ = {name: kind.__dataclass_fields__[name] for name in in_order}
     try:
         with contextlib.redirect_stderr(box):
             return tyro.cli(kind, prog=prog, args=argv, description=about or None, **defaults)
