@@ -779,6 +779,8 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
             shared = RunConfig.__dataclass_fields__.keys() - kind.outside_presets
             options = with_one_horizon({n: v for n, v in options.items() if n in shared}, kind)
         unknown = options.keys() - kind.__dataclass_fields__.keys()
+    except FileNotFoundError:
+        raise Misuse(f"{where}: there is no run, {path} does not exist") from None
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
         raise Misuse(f"{where}: {path.name} cannot be read as a run's options ({error})") from error
     if unknown:

@@ -185,7 +185,8 @@ def list_text(source: Source, name: str, only_failures: bool) -> str:
             f"{score:>6} {row['num_turns']:5d}"
         )
     if len(selection) > MAX_ROWS:
-        lines.append(f"... and {len(selection) - MAX_ROWS} more")
+        hint = "--trajectory ID prints one, turn by turn"
+        lines.append(f"... and {len(selection) - MAX_ROWS} more; {hint}")
     return "\n".join(lines)
 
 

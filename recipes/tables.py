@@ -119,7 +119,7 @@ def default_runs_summary() -> list[str]:
         by_seed = " ".join(f"{100 * gain:+.1f}" for gain in gains)
         interval = brackets(over_seeds(gains), signed=True)
         rows.append((text, tasks, *cells, f"{by_seed}; {interval}"))
-    return markdown(f"environment | {CHANGE} | by seed", rows)
+    return markdown(f"environment | {CHANGE} | each seed; over seeds", rows)
 
 
 def default_runs_of_methods() -> list[str]:

@@ -111,13 +111,15 @@ class Run:
 
 
 def python_command() -> str:
-    """The shell command for this Python, including PYTHONPATH if it is set."""
+    """The shell command for this Python, including PYTHONPATH and make's LD_PRELOAD of tcmalloc."""
     program = Path(sys.executable)
     command = str(program).removeprefix(f"{Path.cwd()}/")
     if Path(shutil.which("python") or "/").parent == program.parent:  # the venv is active
         command = "python"
-    path = python_path()
-    return f"PYTHONPATH={shlex.quote(path)} {command}" if path else shlex.quote(command)
+    command, path, preload = shlex.quote(command), python_path(), os.environ.get("LD_PRELOAD", "")
+    if path:
+        command = f"PYTHONPATH={shlex.quote(path)} {command}"
+    return f"LD_PRELOAD={shlex.quote(preload)} {command}" if "tcmalloc" in preload else command
 
 
 def open_run(config: RunConfig) -> Run:

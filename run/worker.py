@@ -108,7 +108,7 @@ class Worker:
             self.load_models()
         if config.plays:
             compiles = config.engine == "vllm" and not (config.enforce_eager or config.engine_url)
-            note = " (vLLM compiles the model, which can take minutes)" if compiles else ""
+            note = " (vLLM compiles the model, for one to two minutes)" if compiles else ""
             with phase(f"starting the sampler{note}"):
                 self.engine = self.start_engine(stack)
             stack.push(self.close_engine)
