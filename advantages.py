@@ -97,8 +97,8 @@ def gae(
         token_rewards: (B, T) float; each turn's reward on its last policy token.
         values: (B, T) float; V of the state before each token, used on policy tokens only.
         loss_mask: (B, T) of 0 and 1.
-        gamma: discount per policy token, not per turn: over a turn of 100 tokens, 0.99 shrinks
-            a reward to 37 %.
+        gamma: discount per policy token, not per turn: 0.99 leaves 37 % of a reward that comes
+            100 tokens later.
         lam: λ.
         whiten: shift and scale Â over the batch to mean 0 and standard deviation 1.
     Returns:
@@ -243,8 +243,9 @@ def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
     """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206), so that none
-    dominates the others because of its wide range of returns. This also shifts the mean, as in the
-    paper: if long trajectories fail, some advantages below the group baseline become positive.
+    dominates the others because of its wide range of returns. As in the paper, this also shifts the
+    mean and can change signs: if failed trajectories are longer, the mean over tokens is negative,
+    and subtracting it makes small negative advantages positive.
 
     Args:
         envs: B names, the environment of each row.
@@ -290,8 +291,8 @@ def _same_group(group_ids: Tensor, mask: Tensor) -> Tensor:
 def _group_is_constant(same_group: Tensor, trajectory_return: Tensor) -> Tensor:
     """(B,) bool: all returns in the row's group are equal, up to float32 rounding.
 
-    NOTE: rewards are float32, where 0.1 + 0.2 and 0.3 differ by 1e-8. Dividing that by grpo's
-    ε = 1e-6 would give an advantage of 0.01 although no trajectory did better than another.
+    NOTE: rewards are float32, where 0.1 + 0.2 and 0.3 differ by 1e-8. Dividing this difference by
+    grpo's ε = 1e-6 would give an advantage of 0.01 although the trajectories did equally well.
     """
     same_return = torch.isclose(
         trajectory_return[:, None], trajectory_return[None, :], rtol=1e-6, atol=1e-7

@@ -7,7 +7,7 @@ micro-batches of at most `max_tokens` tokens with at most 5 % padding:
     lengths 212 208 205 | 130 127 126 122 120 | 61 60 ...        |  ends a micro-batch
 
 Each micro-batch is one forward and one backward pass. The cut does not change the gradient, because
-the loss is a sum over policy tokens divided by N, which is the same for the full mini-batch:
+the loss is a sum over policy tokens divided by N, and all micro-batches use the same N:
 
     L = Σ_micro Σ_{b,t} mask · ℓ / N      N = policy tokens of the mini-batch, over all processes
 
@@ -124,8 +124,10 @@ def cut_micro_batches(
     """Distribute rows of a mini-batch over micro-batches; each row is in exactly one.
 
     Args:
-        max_tokens: limit per micro-batch, including padding; a longer row (or pair) gets its own.
-        share_prefix: each micro-batch is packed into one row, so its rows must share an opening.
+        max_tokens: limit per micro-batch, including padding; a row or pair that exceeds it gets a
+            micro-batch of its own.
+        share_prefix: each micro-batch will be packed into one row (`scale/prefix.py`), so put only
+            rows with the same opening together.
         num_ranks: make at least this many micro-batches if possible, one for each process.
     """
     if batch.ref_sums is not None:
@@ -201,7 +203,8 @@ def _cut_groups(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list
 
 
 def _fill(tails: dict[int, int], limit: int) -> list[list[int]]:
-    """Join rows in order while their tails (row -> tokens after the opening) fit into `limit`."""
+    """Put rows into micro-batches, in order. `tails` holds each row's tokens after the opening;
+    their sum per micro-batch is at most `limit`."""
     cuts: list[list[int]] = []
     length = 0
     for row, tokens in tails.items():

@@ -4,7 +4,7 @@ The blocks of a page share one namespace, as if typed into one session, and run 
 root. Lines after `>>>` must print what the page shows. A block after `<!-- skip: next -->` does not
 run. A slow tutorial has a file name that ends in `slow`, such as `11_learning_slow.md`, and
 `make test-slow` runs it. If the packages of an environment are not installed, its pages are skipped
-with a message; with CI set they fail.
+with a message; if the variable CI is set, they fail.
 """
 
 import importlib.util

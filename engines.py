@@ -63,7 +63,7 @@ class Engine(Protocol):
     """The interface that the rollout loop needs from a sampler.
 
     `max_open`: maximum number of unfinished trajectories, including those waiting for their
-    environment. The limit keeps their tokens in the cache between turns. None: no limit.
+    environment. With more, the cache could lose their tokens between turns. None: no limit.
     """
 
     @property

@@ -15,7 +15,7 @@ long or contains no action, the policy gets reward 0 and an observation that exp
 and the episode continues. If the server failed, the client raises an EnvError. The episode is then
 over, but never scored as a failure of the policy.
 
-A client repeats a request only if the server is full (429), because a full server has done nothing.
+A client repeats a request only if the server is full (429), because a full server executes nothing.
 It never repeats a /step whose answer was lost, because the action may have been executed. Instead
 the pool avoids the dead server, and rollout.py plays the episode again.
 
@@ -107,7 +107,7 @@ class ActionRejected(EnvError):
 
 
 class NotSupported(EnvError):
-    """The server lacks this path. AgentGym's have no /available_actions, /state or /oracle."""
+    """The server lacks this path. AgentGym's lack /available_actions, /state and /oracle."""
 
 
 class AllServersDown(EnvError):
@@ -183,7 +183,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
     first reset().
 
     Args:
-        env: a name as for envs.get_env; its class parses the text and defines the wire format.
+        env: name of the environment; its class parses the text and defines the wire format.
         base_url: http://HOST:PORT of the server, or "local" to run the environment in this process.
         timeout_s: time limit of a request, in seconds.
         prompt: messages before the first observation; if None, the environment's PROMPT.
@@ -225,8 +225,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             self._session_id = self._field(answer, "/create", self._wire.session_field, int)
 
     def served_env(self) -> str | None:
-        """The environment's name according to the server's /health; None if /health does not say,
-        since AgentGym's servers lack it and a proxy can answer anything."""
+        """The environment's name in the server's /health; None if it is not there: AgentGym's
+        servers have no /health, and a proxy can answer anything."""
         try:
             answer = self._request("GET", "/health", {})
         except UNREACHABLE:
@@ -401,9 +401,9 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
     A new client goes to the server with the fewest clients. A server that cannot be reached is
     paused for back_off_s: no new client goes to it. Each further failure doubles the pause, up to
     half of dead_wait_s. After the pause one client tests the server while the others use different
-    ones. A full server (429) is paused for BACK_OFF_S. If all servers are down, the pool waits for
-    one that worked before, since it may be restarting. An address that never worked is probably
-    mistyped.
+    ones. A full server (429) is paused for BACK_OFF_S. If all servers are down, the pool waits,
+    since one may be restarting. If no server ever worked, it waits only briefly, since the
+    addresses are probably mistyped.
 
     Args:
         dead_wait_s: how long client() waits for servers that worked before, in seconds.
@@ -581,7 +581,7 @@ def local_server(env: str, **flags: Any) -> Iterator[str]:
     Args:
         flags: other options of envs.server, e.g. max_sessions=64, idle_timeout_s=600, port=36005.
 
-    Raises EnvError if it did not start; the message ends with the server's output.
+    Raises EnvError if the server does not start; the message ends with the server's output.
     """
     arguments, name = ["--env", env], f"local {env} server"
     for flag, value in {"port": 0, **flags}.items():

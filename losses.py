@@ -310,7 +310,7 @@ class AdaptiveKLController(FixedKLController):
         β ← β · (1 + e · num_steps / horizon)
 
     Args:
-        kl_coef: β at the start, positive (multiplying can never change 0).
+        kl_coef: β at the start, positive, because no factor changes 0.
         target: desired KL in nats, in the same unit as `observed_kl` in `update`.
         horizon: number of trajectories over which β can change by a factor of about 1.2.
     """
@@ -344,7 +344,8 @@ class LossInput:
 
 
 class LossTerm(NamedTuple):
-    """A term added to the clipped loss: coefficient · mean of function. Logged as a token mean."""
+    """A term added to the clipped loss: its coefficient times the mean of its function. The log has
+    the mean over tokens."""
 
     metric: str  # name in the log
     coefficient: Callable[[Objective], float]
@@ -376,8 +377,8 @@ def policy_objective(
         denominator: policy tokens in the full mini-batch.
         signal_share: share of the step's policy tokens (with seq-mean: rows) that are in the batch.
             Groups with equal returns are left out of the batch, because their advantages are 0.
-            They still count here: if only one group of eight has signal, L_clip is scaled by about
-            1/8. The other terms are means over the batch.
+            They still count here: if returns differ in only one group of eight, L_clip is scaled by
+            about 1/8. The other terms are means over the batch.
     Returns:
         The loss, a scalar with gradient, and metrics. Summed over all micro-batches, a metric is a
         mean over policy tokens; metrics whose name begins with "max:" are maxima instead.

@@ -455,8 +455,8 @@ def num_epochs(
 
 def portion(t: int, count: int, size: int, key: str) -> tuple[list[int], float]:
     """Indices of the conversations or pairs in the `t`-th step (at most `size`), and the number of
-    epochs after it. Steps of an epoch differ in size by at most one. The loss is a mean over a
-    step's rows, so a single row left over for the last step would count as much as `size` others.
+    epochs completed by then. Steps of an epoch differ in size by at most one. The loss is a mean
+    over a step's rows, so a last step of one row would give this row the weight of `size` others.
 
     >>> [portion(t, 5, 4, "0")[0] for t in (1, 2)], portion(2, 5, 4, "0")[1]
     ([[2, 3], [4, 1, 0]], 1.0)
@@ -494,8 +494,8 @@ def draw_requests(
     weights: Sequence[int] = (),
 ) -> list[RolloutRequest]:
     """The requests of the `t`-th draw, labelled with `step`. All samples of a group share one
-    environment seed. If a task is drawn twice, the second group continues the sample numbers: the
-    sampler's random numbers depend only on step, task and sample.
+    environment seed. If a task is drawn twice, the second group continues the sample numbers,
+    because the sampler's random numbers depend only on step, task and sample number.
 
     Args:
         horizons: maximum number of turns in each environment.

@@ -1,7 +1,7 @@
 """The horizon: the maximum number of turns per episode, and how ScalingInter-RL raises it.
 
 With a long horizon an untrained agent explores badly: most of its long trajectories fail, and the
-little signal there is gets spread over thousands of tokens. With a short horizon it learns quickly
+few rewards are spread over thousands of tokens. With a short horizon it learns quickly
 and then stops improving, because the harder tasks need more turns. ScalingInter-RL (arXiv
 2509.08755) starts with few turns and allows more as training proceeds:
 

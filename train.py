@@ -166,8 +166,8 @@ def select(
 
     Dropped: trajectories that were lost to the infrastructure or have no policy tokens. Algorithms
     that compare within a group also drop groups with a single member and, with
-    --skip-zero-variance, groups with equal returns. Such a group has zero advantage, except with
-    --kl-coef or --normalize-per-env; then it is kept.
+    --skip-zero-variance, groups with equal returns, because their advantages are zero. With
+    --kl-coef or --normalize-per-env they may not be zero, so these groups are kept.
     """
     usable = compared = [t for t in trajectories if t.is_valid]
     if ESTIMATORS[config.algorithm].needs_group:
@@ -192,8 +192,8 @@ def keep_num_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Co
     batch would. Returns the new options and a weight for each step. The weight exceeds 1 if there
     are too few rows for that many steps.
 
-    The loss is scaled by the share of rows with signal. Taking fewer optimizer steps on top of that
-    would count the dropped rows twice.
+    The loss is already scaled down by the share of rows that remain. Taking fewer optimizer steps
+    as well would count the dropped rows twice.
 
     >>> results = [keep_num_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
     >>> [(objective.mini_batch_size, round(weight, 2)) for objective, weight in results]
@@ -270,7 +270,7 @@ class RLWorker(Worker):
 
     @property
     def needs_start(self) -> bool:
-        """Also true if the reference is loaded from the start model."""
+        """Also true with a frozen reference, which is loaded from the initial weights."""
         return super().needs_start or self.has_reference
 
     def rounds_at(self, step: int) -> dict[str, int]:

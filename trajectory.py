@@ -105,7 +105,7 @@ class Trajectory:
 
     @property
     def is_valid(self) -> bool:
-        """False if the episode did not end or the infrastructure failed; statistics skip it."""
+        """False if the episode did not end or was lost; statistics leave out such trajectories."""
         return self.stop_reason not in (None, *LOST)
 
     def to_line(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     ρ = π_θ(token) / π_old(token)        π_old: the policy at the start of the step
     w = min( π_old / μ, cap )            μ: the policy as computed by the sampler
     N = policy tokens in the mini-batch, over all processes
-    s = policy tokens in the batch / in the step; the batch leaves out groups without signal
+    s = policy tokens in the batch / those in the step; the batch lacks groups with equal returns
 
 With `--loss-agg seq-mean`, all three terms are means over trajectories: `batching.seq_mean_weights`
 weights each token, and s counts trajectories. KL and entropy are still logged as token means.
@@ -78,8 +78,8 @@ def optimize(
     If the loss or gradient of a mini-batch is not finite, every rank skips and counts it.
 
     Args:
-        loss_of: must return a sum over rows divided by a number that is the same for the full
-            mini-batch. Then neither the cut nor the number of processes changes the step.
+        loss_of: must return a sum over rows, divided by a number that all micro-batches of the
+            mini-batch share. Then neither the cut nor the number of processes changes the step.
         objective: sizes of mini- and micro-batches, epochs, maximum gradient norm.
         seed: determines the order of the mini-batches.
         label: text of the progress line.

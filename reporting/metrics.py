@@ -2,7 +2,7 @@
 
 Each file has one JSON object per step:
 
-    metrics.jsonl   values that follow from the seed: returns, losses, counts; never a time. With
+    metrics.jsonl   values that the seed determines: returns, losses, counts, but no times. With
                     `--deterministic` every run writes the same bytes, even if it was resumed
     timings.jsonl   seconds, tokens per second, bytes; different in every run
 
@@ -46,13 +46,16 @@ METRICS: dict[str, str] = {
     "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
     "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt included (tokens)",
     "train/parse_error_rate": "share of turns whose action could not be parsed (0..1)",
-    "train/repeated_token_rate": "share of sampled tokens in 4-grams repeated in their turn (0..1)",
+    "train/repeated_token_rate": "share of sampled tokens in 4-grams that already occurred in "
+    "the turn (0..1)",
     "train/groups": "groups, i.e. tasks with at least one valid trajectory (count)",
-    "train/groups_zero_variance": "groups without signal, because all returns are equal (count)",
-    "train/trajectories_used": "trajectories in the loss (agentevol.py: evolving set) (count)",
+    "train/groups_zero_variance": "groups in which all returns are equal (count)",
+    "train/trajectories_used": "trajectories in the loss; in agentevol.py, those added to the "
+    "evolving set (count)",
     "train/env_failures": "trajectories lost to a failed environment server or sampler (count)",
     **{
-        f"train/stop/{reason}": f"share of all trajectories, including lost ones: {why} (0..1)"
+        f"train/stop/{reason}": "share of all trajectories, including lost ones, that ended like "
+        f"this: {why} (0..1)"
         for reason, why in STOP_REASONS.items()
     },
     "horizon/max_rounds": "turn limit of this step; with several environments, the largest (turns)",
@@ -67,11 +70,12 @@ METRICS: dict[str, str] = {
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",
     "policy/skipped_steps": "mini-batches skipped: loss or gradient was not finite (count)",
     # preference/: only dpo.py; means over the step's pairs, before the update.
-    "preference/sft_loss": "imitation loss per token of the chosen, before --sft-coef (nats)",
+    "preference/sft_loss": "imitation loss of the chosen trajectories, per token, not yet "
+    "multiplied by --sft-coef (nats)",
     "preference/margin": "reward of the chosen trajectory minus reward of the rejected one (nats)",
     "preference/accuracy": "share of pairs whose chosen trajectory has the higher reward (0..1)",
-    "preference/chosen_reward": "beta times log policy/reference of the chosen trajectory (nats)",
-    "preference/rejected_reward": "beta times log policy/reference of the rejected one (nats)",
+    "preference/chosen_reward": "beta · log(policy / reference) of the chosen trajectory (nats)",
+    "preference/rejected_reward": "beta · log(policy / reference) of the rejected one (nats)",
     "preference/chosen_log_prob": "log-prob of the chosen trajectory's policy tokens (nats)",
     "preference/rejected_log_prob": "log-prob of the rejected trajectory's policy tokens (nats)",
     "critic/loss": "clipped value loss, per policy token (squared return)",
@@ -88,7 +92,8 @@ METRICS: dict[str, str] = {
     "data/policy_tokens": "policy tokens in this step's loss (tokens)",
     "data/signal_share": "share of policy tokens (seq-mean: trajectories) kept for the loss (0..1)",
     "data/pairs": "preference pairs in the iteration that begins with this step (pairs)",
-    "data/evolving": "evolving set of the iteration that begins with this step (trajectories)",
+    "data/evolving": "size of the evolving set, in the iteration that begins with this step "
+    "(trajectories)",
     "data/evolving_weight": "mean weight of a trajectory in the evolving set (demonstrations: 1)",
     # eval/: held-out tasks, mean over environments; intervals are in eval/step_*.json.
     "eval/avg": "avg@k on held-out tasks: mean share of a task's samples that solve it (0..1)",

@@ -5,8 +5,8 @@ reward.png is redrawn after every step. For train.py its panels are:
     training return, held-out success with its 95 % interval, the stages of the horizon
     turns per trajectory  |  groups whose returns differ  |  entropy, and KL to the reference
 
-`PANELS` lists the lower row of the other methods. Light lines are single steps; heavy lines are a
-running mean over past steps. The palette is Okabe and Ito's; colour-blind readers can tell its
+`PANELS` lists the lower panels for the other methods. Light lines are single steps; heavy lines are
+a running mean over past steps. The palette is Okabe and Ito's; colour-blind readers can tell its
 colours apart. To draw several runs in the same charts, use `replay.py A B`.
 """
 

@@ -15,12 +15,13 @@ counted separately.
 Intervals. Tasks differ far more than samples of one task, so tasks are resampled: draw m tasks with
 replacement 10,000 times, and take the 2.5 and 97.5 percentiles of the means. In two cases these
 percentiles would be too narrow:
-- All tasks have the same value v. Let q = 0.025^(1/m). If less than a share q of all tasks had this
-  value, the chance of drawing m tasks that all have it would be below 2.5 %. So the interval is
+- All tasks have the same value v. Let q = 0.025^(1/m). If the share of tasks with this value
+  were below q, the chance of drawing m of them in a row would be below 2.5 %. So the interval is
   [q·v, q·v + 1 - q]; for v = 0 and v = 1 it is Clopper and Pearson's.
-- All but one to four tasks are unsolved (or all but one to four are solved). Let [low, high] be
-  Clopper and Pearson's interval for the share of these exceptions. The interval of the mean starts
-  at low times their observed difference, and ends at high times the largest possible difference.
+- All but one to four tasks have the value 0 (or all but one to four have 1). Let [low, high] be
+  Clopper and Pearson's interval for the share of these exceptions, and d their mean distance from 0
+  (or 1). The interval of the mean is [low · d, high] (or [1 - high, 1 - low · d]). Its wide end
+  allows for exceptions at distance 1.
 
 A curve over turns needs only one run. The policy never sees the horizon, and turn n depends only on
 the turns before it. So an episode under max_rounds N is the first N turns of the same episode under

@@ -163,7 +163,7 @@ class TimeLeft:
             self.step_s.append(timings["time/step_s"] - (evaluation or 0.0))
 
     def after(self, step: int) -> float | None:
-        """Seconds from the end of `step` to the end of the run; None before a step has a time."""
+        """Seconds from the end of `step` to the end of the run; None until a step was timed."""
         if not self.step_s:
             return None
         num_evaluations = sum(eval_step > step for eval_step in self.eval_steps)

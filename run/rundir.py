@@ -71,7 +71,7 @@ class Run:
             files.write_text(self.path / f"trajectories/{name}.jsonl", lines)
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Write tokenizer/, so that replay.py can decode token ids even before a checkpoint."""
+        """Write tokenizer/, so that replay.py can decode token ids before there is a checkpoint."""
         folder = self.path / TOKENIZER
         if self.writes and not folder.exists():
             files.build_folder(folder, tokenizer.save_pretrained)
@@ -126,8 +126,8 @@ def open_run(config: RunConfig) -> Run:
     """Make the directory of a new run, or open the one to resume. Collective.
 
     Raises:
-        Misuse: it holds a run but --resume was not given, or holds none but it was; another process
-            uses it; it cannot be created; some process cannot see it.
+        Misuse: the directory holds a run and --resume is missing; it holds none and --resume was
+            given; another process uses it; it cannot be created; some rank cannot see it.
     """
     run: Run | None = None
 

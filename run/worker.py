@@ -242,8 +242,8 @@ class Worker:
         return make_engine(c.engine, self.start, length, deterministic=c.deterministic, **options)
 
     def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the sampler, unless only this rank has failed: vLLM would then close the process
-        group, which waits for all ranks on GPUs, and the error would never be printed."""
+        """Close the sampler, unless only this rank has failed. In that case vLLM would close the
+        process group, which on GPUs waits for all ranks, and the error would never be printed."""
         is_shared = error is None or isinstance(error, KeyboardInterrupt)
         if is_shared or distributed.world_size() == 1 or distributed.is_known_to_all(error):
             self.engine.close()

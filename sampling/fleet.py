@@ -5,7 +5,8 @@
     load_weights ──> files in a folder ──> POST /collective_rpc reload_weights {folder} on each
 
     python train.py --engine-devices 2 3           start a server on GPUs 2 and 3 of this machine
-    python train.py --engine-url http://gpu7:8000  use a server started by `serve_command`'s line
+    python train.py --engine-url http://gpu7:8000  use a server started with the line of
+                                                   `serve_command`
 
 The trainer passes weights to the servers through a shared disk (NFS). An NCCL transfer would save a
 write and a read per step, but it cannot be tested on a CPU. Receiving weights needs vLLM's
@@ -222,7 +223,7 @@ class Server:
         return Generation(request_id, ids, log_probs, reason)
 
     def reload(self, folder: Path) -> None:
-        """Load the weights in `folder` and clear the prefix cache, computed with the old weights.
+        """Load the weights in `folder` and clear the prefix cache, which used the old weights.
         On success the server is back in use; on failure it is excluded."""
         weights = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
@@ -350,7 +351,8 @@ class FleetEngine:
         raise EngineError(message) from last_error
 
     def _choose(self, request_id: str, failed_server: Server | None) -> Server:
-        """The least busy server, favouring the one that has the earlier turns cached."""
+        """The least busy server, or the one that has the earlier turns cached if it is nearly as
+        free."""
         last_server = self._last_server.get(request_id)
 
         def load(server: Server) -> tuple[bool, int]:

@@ -56,7 +56,7 @@ class VLLMEngine:
         model_path: Hugging Face checkpoint with the initial weights.
         max_model_len: longest trajectory in tokens, including the prompt.
         kv_cache_bytes: size of the cache; if None, a GPU uses `gpu_memory_utilization`.
-        enforce_eager: do not compile; a CPU then starts a minute sooner but is a quarter slower.
+        enforce_eager: do not compile: a CPU starts a minute sooner, but runs a quarter slower.
     Raises:
         EngineError: vLLM is not installed or does not start.
     """

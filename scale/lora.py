@@ -4,7 +4,7 @@
 
     W' = W + (α/r) B A        W (out, in) frozen,  A (r, in) and B (out, r) trained
     A ~ U(-1/√in, 1/√in), B = 0        at the start W' = W, so the first policy is the base model
-    α = 2 r                            α/r is 2 for every rank
+    α = 2 r                            α/r is 2 for every r
 
 With P parameters in the model and P_r in the adapters, full training needs 20 P bytes (float32
 weights, gradient, two moments, reference). LoRA needs 4 P + 16 P_r, because the model without its
@@ -40,7 +40,7 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
 
     Args:
         lm: a causal LM from transformers; its output does not change before training.
-        seed: for A; the global random state is not changed.
+        seed: determines A; the global random state is not changed.
     Raises:
         ValueError: there is no linear layer to adapt.
     """
@@ -72,7 +72,7 @@ def is_adapter(name: str) -> bool:
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Inside this context, `module` is exactly the base model, the frozen reference.
+    """Inside this context, `module` computes exactly like the base model, the reference.
 
     NOTE: peft's `enable_adapters` would also set requires_grad, which does not work on the
     parameters of a sharded model. So we only set the flag that `forward` reads.

@@ -275,7 +275,7 @@ def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
 
 
 def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
-    """`state_bytes` of a run: with a critic if needed, and without a reference if not needed."""
+    """`state_bytes` of a run, counting a critic and a reference only if the run has them."""
     devices = int(os.environ.get("WORLD_SIZE", 1))
     parts = state_bytes(shape, devices, config.lora_rank)
     if getattr(config, "needs_critic", False):

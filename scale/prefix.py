@@ -11,7 +11,8 @@ into one row, in which attention follows a tree:
 
 The first token of every sample is predicted from the last state of P, which gets gradients from
 all samples. Log-probs and gradients equal those of the padded batch up to rounding. A dense mask
-would cost L², even for pairs of tokens in different samples; `models.tree_attention` avoids this.
+would cost L², because it also covers pairs of tokens from different samples;
+`models.tree_attention` skips those.
 Shapes: B rows, T padded width, L = p + Σ n_b length of the packed row. Read next: `update.py`.
 """
 

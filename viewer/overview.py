@@ -187,7 +187,7 @@ def summarize_failures(lines: Lines) -> dict[str, Any]:
 
 
 def most_frequent(lines_of: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-    """The most frequent texts, with the first lines that have them."""
+    """The most frequent texts, each with the numbers of its first lines in the file."""
     entries = sorted(lines_of.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_ENTRIES]
     return [
         {"text": text, "count": len(lines), "lines": sorted(set(lines))[:MAX_EXAMPLES]}

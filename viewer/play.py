@@ -117,9 +117,9 @@ class Play:
         self._sessions: dict[str, tuple[EnvClient, Trajectory]] = {}
 
     def list_environments(self) -> dict[str, Any]:
-        """All environments and the model's name. Each environment has its number of test tasks,
-        the index of the first test task and the highest task index, or the reason why it cannot be
-        played."""
+        """All environments and the model's name. Each environment comes with its number of test
+        tasks, the index of the first test task and the highest task index, or the reason why it
+        cannot be played."""
         environments = []
         for env in ENVS:
             fields: dict[str, Any]

@@ -102,7 +102,7 @@ class Source:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer saved with the run or evaluation, or None. It needs no model library."""
+        """The tokenizer saved with the run or evaluation, or None. Needs only `tokenizers`."""
         from tokenizers import Tokenizer
 
         for folder in (self.path, *self.path.resolve().parents[:2]):

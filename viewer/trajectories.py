@@ -7,7 +7,7 @@ A line has less than a kilobyte of short fields and many times as much text and 
      ^---------------- head ------------^ the rest is read when the user opens the trajectory
 
 Lines that do not start with the head of a trajectory are counted and skipped, so all later code can
-rely on the types in a row.
+rely on the types of the short fields.
 
 Read next: overview.py; server.py, which serves these; page/trajectory.js, which shows them.
 """
@@ -225,8 +225,8 @@ def group_key(row: Row) -> tuple[Any, ...]:
 def search(lines: Lines, text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """(bytes read so far, hit or None) for each line, ignoring case.
 
-    Most lines are not parsed. If JSON writes the text without escapes, only lines whose bytes
-    contain the text can match.
+    Most lines are not parsed: if JSON needs no escapes for the text, a line can match only if its
+    bytes contain the text.
     """
     query = text.casefold()
     is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
