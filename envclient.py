@@ -460,7 +460,7 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
             return client
 
     def for_env(self, env: str) -> "EnvPool":
-        """Always this pool; EnvPools chooses by name."""
+        """This pool, for any name; EnvPools has a pool per name."""
         return self
 
     def is_in_use(self) -> bool:

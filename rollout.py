@@ -420,7 +420,7 @@ def draw_indices(
 
     Args:
         counts: number of tasks of each environment.
-        weights: number of consecutive tasks of each environment; if empty, one each.
+        weights: how many tasks of each environment come in a row; if empty, one.
 
     >>> [index for t in (1, 2) for _, index in draw_indices(t, [4], 2, "0")]  # an epoch
     [2, 1, 3, 0]

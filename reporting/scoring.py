@@ -81,7 +81,7 @@ def bootstrap(
 
 
 def _resampled_means(x: np.ndarray, seed: int) -> np.ndarray:
-    """(R,); the draws depend only on m and the seed, so every table draws the same tasks."""
+    """(R,). The draws depend only on m and the seed, so all tables resample the same tasks."""
     if len(x) <= 300:
         return _resamples(len(x), seed) @ x
     generator = np.random.default_rng(seed)  # in slices, to save memory

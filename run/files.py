@@ -98,7 +98,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """`mkdir -p`, flushed to disk, or a power failure could lose the folder and its files."""
+    """`mkdir -p`, flushed to disk: a power failure must not lose the folder and its files."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
