@@ -431,8 +431,8 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         self._changed = threading.Condition()  # guards the pool and its addresses
 
     def client(self, avoid: Collection[str] = ()) -> EnvClient:
-        """An open session on the working server with the fewest clients, preferably not one in
-        `avoid`. Call its close() after use.
+        """An open session on the working server with the fewest clients; servers in `avoid` are
+        a last resort. Call its close() after use.
 
         Raises:
             TooManySessions: every server answered 429 for busy_wait_s.

@@ -75,7 +75,7 @@ def masked_sum(x: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, loss_mask: Tensor, denominator: float | None = None) -> Tensor:
-    """Sum of x over policy tokens divided by a number of tokens, a scalar.
+    """Sum of x over policy tokens divided by `denominator`, a scalar.
 
     Args:
         x, loss_mask: (B, T).

@@ -162,7 +162,8 @@ def requests_of(
 def select(
     trajectories: Sequence[RolloutHandler], config: Config
 ) -> tuple[list[RolloutHandler], int, dict[str, Any]]:
-    """The trajectories that enter the loss, their number before --skip-zero-variance, and metrics.
+    """Choose the trajectories that enter the loss. Returns them, the number of trajectories before
+    --skip-zero-variance dropped any, and metrics.
 
     Dropped: trajectories that were lost to the infrastructure or have no policy tokens. Algorithms
     that compare within a group also drop groups with a single member and, with

@@ -341,7 +341,7 @@ SETTINGS = (
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:
-    """One line that says how much better the second result is on the tasks in both files.
+    """One line that says how much better the second result is, on tasks that both contain.
 
     Raises: ValueError if a file is not the result of a complete evaluation, or the two have no
         task in common.

@@ -198,7 +198,7 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
 
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
-    """Memory in bytes of the smallest GPU that can hold trainer (with checkpointing) and sampler."""
+    """Memory in bytes of the smallest GPU that holds trainer (with checkpointing) and sampler."""
     update = MARGIN * update_bytes(shape, tokens, devices, lora_rank)
     sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # at least one sequence
     state = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
