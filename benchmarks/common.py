@@ -55,7 +55,7 @@ def median(values: Iterable[float], digits: int) -> float:
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """Wall seconds of `work`, including its kernels on a GPU."""
+    """Wall-clock seconds that `work` takes, including the GPU kernels that it starts."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()

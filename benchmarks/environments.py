@@ -89,7 +89,7 @@ def plain_server() -> FastAPI:
 
 @contextmanager
 def serve(name: str, env: str) -> Iterator[int]:
-    """Start `ours` or the `plain` server of `env` in a child process; yields its port."""
+    """Start the server `name` (ours or plain) for `env` in a child process; yields its port."""
     words = ["envs.server", "--env", env, "--port", "0", "--max-sessions", str(2 * SESSIONS)]
     if name == "plain":
         os.environ["BENCHMARK_ENV"] = env

@@ -3,9 +3,9 @@
     update    `update.update_policy` on a model with Qwen2.5's shape and random weights: two
               full-context trajectories, one per micro-batch. Measures seconds, the share of peak
               bfloat16 FLOPS, and peak memory compared with the formula in `scale/memory.py`
-    run       train.py with the same kind of model, with sampler and trainer on one card and the
-              settings of recipes/textcraft_3b.sh but fewer and shorter trajectories. Measures
-              seconds of each phase
+    run       train.py with a model of the same kind, with sampler and trainer on one card. The
+              settings are those of recipes/textcraft_3b.sh, but with fewer and shorter
+              trajectories. Measures the seconds of each phase
 
 An update is measured both unsharded (autocast) and sharded with FSDP2 (bfloat16 layers, float32
 weights; with only one rank, nothing is communicated). A model with random weights never ends a turn

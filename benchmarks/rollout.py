@@ -70,7 +70,7 @@ class Delay(TextCraft):
     IS_FAST = False
 
     def __init__(self) -> None:
-        """Does not load TextCraft's recipes, which every thread would read."""
+        """Unlike TextCraft's, does not load the recipes, which every thread would read."""
 
     @staticmethod
     def num_tasks() -> int:
@@ -136,7 +136,7 @@ def play_lockstep(
     requests: list[RolloutRequest],
     settings: RolloutSettings,
 ) -> Figures:
-    """Uses the episodes and the number of threads of `collect`; only the waiting differs."""
+    """Uses the same episodes and number of threads as `collect`; only the waiting differs."""
     stopping = threading.Event()
     episodes = [_Episode(pool, chat, request, settings, stopping) for request in requests]
     tokens, start = 0, time.perf_counter()

@@ -102,8 +102,8 @@ def with_speeds(figures: Figures) -> Figures:
 def play_lockstep(
     model: Any, chat: ChatTemplate, pool: EnvPool, requests: list[Any], config: Config
 ) -> list[RolloutHandler]:
-    """Lockstep rounds with transformers' generation. Ids and masks are kept in our handlers, whose
-    cost is negligible compared with the generation."""
+    """Lockstep rounds with transformers' generation. Our RolloutHandlers keep the ids and masks,
+    which costs little time compared with the generation."""
     clients = [pool.client() for _ in requests]
     handlers = [RolloutHandler(**r.trajectory_fields(config.env)) for r in requests]
 

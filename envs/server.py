@@ -12,8 +12,8 @@ AgentGym's clients work unchanged:
     GET  /detail?id=                        -> the same with reward and done
     POST /close  {"id"}                     -> true, or false if it is not open
 
-"..." stands for terminated, truncated, info and subtask. AgentGym does not have the optional "seed"
-and these paths: GET /health, /available_actions?id= (a list), /state?id= (a dict) and /oracle?id=
+"..." stands for terminated, truncated, info and subtask. AgentGym has neither the optional "seed"
+nor these paths: GET /health, /available_actions?id= (a list), /state?id= (a dict) and /oracle?id=
 ({"thought", "action"}). If AgentGym's server for an environment uses other names, the class's
 `WIRE` defines them.
 

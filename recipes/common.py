@@ -128,7 +128,7 @@ def record(run_dir: Path) -> Result:
     episodes.
 
     Raises:
-        SystemExit: the run was not evaluated at its beginning and at its end.
+        SystemExit: the evaluation at the beginning or at the end of the run is missing.
     """
     description = read_json(run_dir / "config.json")
     steps = description["config"]["steps"]

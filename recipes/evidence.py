@@ -1,8 +1,9 @@
 """How certain is a difference between runs?
 
 An evaluation records the number of turns in which each sample solved its held-out goal. This gives
-the share "solved within n turns" for every n. To compare runs at equal cost, we interpolate each
-goal's success between two evaluations at the same budget of turns or seconds.
+the share of goals solved within n turns, for every n. To compare runs at equal cost, we choose a
+budget of turns or seconds, and interpolate each goal's success between the evaluations before and
+after it.
 
 A difference has two 95 % intervals:
 
@@ -126,8 +127,8 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def smallest_effect(values: Sequence[float], seeds: int) -> float:
-    """The difference between two arms whose interval over seeds just excludes 0, with n seeds per
-    arm: t(n-1) · s · √(2/n). s is the standard deviation of `values`."""
+    """The difference between two arms of n seeds each at which the interval over seeds just
+    excludes 0: t(n-1) · s · √(2/n). s is the standard deviation of `values`."""
     return T[min(seeds, 10)] * statistics.stdev(values) * math.sqrt(2 / seeds)
 
 

@@ -93,7 +93,7 @@ def demonstrate(
     tiers: Sequence[str] = tuple(TIERS),
     seeds: Sequence[int] = TEACHER_SEEDS,
 ) -> tuple[list[Record], int]:
-    """`count` successful episodes, and the number of turns played, also in failed episodes."""
+    """`count` successful episodes, and the number of turns played, including failed episodes."""
     from envs.babyai.env import BabyAI
 
     rng, env = random.Random(seed), BabyAI()

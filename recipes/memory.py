@@ -9,7 +9,7 @@ Memory comes from the formulas in `scale/memory.py`. Time comes from FLOPs:
     P parameters, L layers, T tokens of context, H hidden size, A·D heads x head size, V vocabulary
 
 A test compares the formulas with the tensors in real updates of a small model. benchmarks/gpu.py
-compares memory and seconds with those of a 3B model with random weights on a GPU.
+measures memory and seconds of a 3B model with random weights on a GPU.
 
 Run:  python recipes/memory.py            print the table that results/memory.md shows
 """
@@ -53,7 +53,7 @@ def forward_flops(shape: Shape, tokens: int) -> float:
 
 
 def step_flops(shape: Shape, tokens: int, lora_rank: int = 0) -> float:
-    """FLOPs of a step on TRAJECTORIES of `tokens` tokens, with checkpointing, without sampling."""
+    """FLOPs of a step (TRAJECTORIES of `tokens` tokens), with checkpointing, without sampling."""
     passes = 2 + 1 + (1 if lora_rank else 2) + 1  # log-probs, forward, backward, recomputation
     return forward_flops(shape, tokens) * TRAJECTORIES * passes
 

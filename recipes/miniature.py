@@ -144,7 +144,7 @@ ARMS: dict[str, Arm] = {
 }
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
 FIGURES: dict[str, tuple[str, ...]] = {
-    "horizons": ("short", "long", "stepwise"),  # does it help to widen the horizon?
+    "horizons": ("short", "long", "stepwise"),  # does a longer horizon help?
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -162,7 +162,7 @@ Results = dict[tuple[str, int], Result]
 
 
 def read_results(*folders: Path) -> Results:
-    """(arm, seed) -> its result. `short` is also GRPO's arm if its rate is the best for GRPO."""
+    """(arm, seed) -> its result. `short` also serves as GRPO's arm if its rate is GRPO's best."""
     results: Results = {}
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")
@@ -274,8 +274,8 @@ def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
 
 
 def add_teacher_turns(result: Result, arm: Arm, turns: float) -> None:
-    """Add the teacher's turns to each row of the curve, `turns` per episode. sft.py pays for an
-    episode when it trains on it, agentevol.py for all episodes in its first step."""
+    """Add the teacher's turns to each row of the curve, `turns` per episode. In sft.py an episode
+    counts when it is trained on; in agentevol.py all episodes count in the first step."""
     num_used, limit = 0.0, arm.num_demonstrations
     for row in result["curve"]:
         num_used += row.get("train/trajectories_used", 0.0) if arm.program == "sft.py" else limit

@@ -193,7 +193,7 @@ def comparison(
     """Two tables: the success of each arm, and its differences from its start and other arms.
 
     Args:
-        pairs: (arm, the arm to subtract, or "its start").
+        pairs: (arm, the arm to subtract or "its start").
         unit: compare runs at the largest budget in this unit ("turns", "seconds") that all of them
             reach; with "", at their ends.
         tier_limit: maximum turns in which a goal counts as solved in the columns by tier.
@@ -254,7 +254,7 @@ def horizons() -> list[str]:
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
-    """Turns per step, share in failed episodes, groups with signal, tokens per success."""
+    """Turns per step, share of them in failed episodes, groups with signal, tokens per success."""
 
     def signal_share(steps: slice) -> str:
         rows = [row for result in results for row in result["curve"][steps]]
@@ -308,7 +308,7 @@ def teacher() -> list[str]:
 
 
 def compute() -> list[str]:
-    """Success with more turns and with more samples: the start, and the ends of two arms."""
+    """Success with more turns and more samples, for the start and for two arms at their ends."""
     runs, limits = runs_of("compute"), (1, 2, 4, 6, 8, 12, 16)
     cases = {"start": (0, [r for results in runs.values() for r in results])}
     cases |= {arm: (-1, list(results)) for arm, results in runs.items()}
@@ -392,8 +392,8 @@ def plot_laboratory(name: str, path: Path) -> None:
 def curve_of(
     results: Sequence[Result], unit: str = "", tier: str = "", within: float = math.inf
 ) -> list[tuple[float, dict[str, Any]]]:
-    """(mean spent so far in `unit`, or the step if there is no unit; estimate over goals) for each
-    evaluation that all seeds have."""
+    """For each evaluation that all seeds have: (mean of `unit` spent so far, or the step if there
+    is no unit; estimate over goals)."""
     by_seed = [{e["step"]: shares(e, within) for e in r["held_out"]} for r in results]
     points = []
     for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):

@@ -1,4 +1,4 @@
-"""BabyAI: a grid of rooms with doors and keys, described in words, and a mission to fulfill.
+"""BabyAI: complete a mission in a grid of rooms with doors and keys, described in words.
 
 The agent gets a mission such as "go to the red ball" or "put the green box next to a grey door
 after you open the blue door". It sees only the seven by seven cells in front of it, so it has to
@@ -13,19 +13,20 @@ Observation Space: The first observation starts with the goal, later ones start 
     the action. Then come the objects in view with their distances in steps, the walls, the carried
     object, and the list of actions that are possible now. After an impossible action the
     observation has only the reason and this list.
-Rewards: 1 - 0.9 * steps / max_steps for the action that fulfills the mission, otherwise 0. `steps`
+Rewards: 1 - 0.9 * steps / max_steps for the action that completes the mission, otherwise 0. `steps`
     counts minigrid's primitive actions; max_steps (16 to 2880) depends on the level. An impossible
     action does not count as a step.
-Episode End: Terminated when the mission is fulfilled or has failed (a few levels forbid the wrong
-    door or object). Truncated after max_steps primitive actions.
+Episode End: Terminated when the mission is completed or has failed (on a few levels, opening the
+    wrong door or picking up the wrong object fails it). Truncated after max_steps primitive
+    actions.
 Arguments: reset(task_index, seed=0). The index determines the task; `seed` has no effect.
-Id Lists: ids/babyai_*.json, written once by envs/babyai/__main__.py of commit 7b8c4ed.
-    test, train                 lists of AgentGym-RL's sizes, 90 and 810 tasks. They hold 18 levels
-                                with seeds 0 to 4 and 5 to 49; we inferred the levels from the
-                                published counts (levels.py).
+Id Lists: ids/babyai_*.json, written once by envs/babyai/__main__.py at commit 7b8c4ed.
+    test, train                 90 and 810 tasks, as in AgentGym-RL: 18 levels with seeds 0 to 4
+                                (test) or 5 to 49 (train). We inferred the levels from the published
+                                counts (levels.py).
     simple_test, simple_train   a curriculum for a laptop: GoTo and Pickup tasks that the oracle
-                                solves in 1, 2 or 3 turns, the same number of each where a level has
-                                enough. A test task shares neither its seed nor its first
+                                solves in 1, 2 or 3 turns, each equally often if a level has enough
+                                of them. A test task shares neither its seed nor its first
                                 observation with a training task.
 
 Differences from AgentGym's server, whose results are therefore not comparable:
@@ -145,7 +146,7 @@ class BabyAI:
 
     @staticmethod
     def open_shared() -> None:
-        """Import minigrid, so that a server without it fails at its start."""
+        """Import minigrid, so that a server without minigrid fails at startup."""
         import envs.babyai.world  # noqa: F401
 
     def reset(self, task_index: int, seed: int = 0) -> str:

@@ -8,10 +8,10 @@
     ('BabyAI-GoToObjS6-v1', 'GoTo')
 
 Only level 4 differs from AgentGym's list, which has GoToObjS6-v0. minigrid before 2.5 built a room
-of 4 x 4 under that name, and later versions reject it.
+of 4 x 4 under that name, and later versions reject the name.
 
-The sub-tasks are those of AgentGym-RL's tables, with 90 test items: GoTo 55, Pickup 15, and
-ActionObjDoor, FindObjS7, OneRoomS20 and SynthLoc 5 each. The levels behind these names are not
+The sub-tasks are those of AgentGym-RL's tables, which count 90 test items: 55 GoTo, 15 Pickup, and
+5 each of ActionObjDoor, FindObjS7, OneRoomS20 and SynthLoc. The levels behind these names are not
 published. The counts fit five items per level, with levels 1 to 11 as GoTo, three levels as Pickup
 and one level for each other name. Every remaining level is a separate sub-task. This module does
 not need minigrid.

@@ -15,7 +15,7 @@ Rule 2: otherwise the "go to" or "go through" that ends on the bot's path and le
     steps falls every turn, so the oracle cannot walk in circles.
 Rule 3: otherwise the bot's next primitive action.
 
-The answer depends only on the history of the episode, which the oracle replays in a second level.
+The answer depends only on the episode's history, which the oracle replays in a copy of the level.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Oracle:
         self._player: Player | None = None
 
     def move(self, view: View, turns: list[int]) -> tuple[str, str]:
-        """(thought, action) for the current state, as shown by `view`. `turns` has the length of
-        the level's history at the start of each turn so far. OracleLost if no good move is known.
+        """(thought, action) for the current state, as shown by `view`. `turns` holds, for each
+        turn so far, the length of the level's history at its start. OracleLost if no good move is
+        known.
         """
         history = self._level.history
         try:
@@ -282,7 +283,7 @@ class Bot(BabyAIBot):
         return any(t and t.type == "key" and t.color == thing.color for t in things)
 
     def replan(self, action_taken: int | None = None) -> int:
-        """The next move. `action_taken` DONE leaves the subgoals as if nothing had been played."""
+        """The next move. `action_taken` DONE keeps the subgoals as if nothing had been played."""
         self._guarded_stack.reads = 0
         return int(super().replan(action_taken))
 

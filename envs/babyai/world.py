@@ -14,9 +14,9 @@ remembered.
 
 `perform` plays a text action. An action that walks ("go to", "pickup", "go through", "toggle and go
 through") takes the shortest path over free cells in view. It stops early if the mission ends, if
-the steps are used up, or if something is behind a door. "go to" an object one step ahead plays
-`done`, because minigrid checks the mission only after an action. An impossible action changes
-nothing and costs no step; its observation gives the reason.
+the steps are used up, or if something blocks the cell behind a door. "go to" an object one step
+ahead plays `done`, because minigrid checks the mission only after an action. An impossible action
+changes nothing and costs no step; its observation gives the reason.
 """
 
 import re
@@ -120,7 +120,7 @@ def _is_done(verdict: object) -> bool:
 
 
 def remaining_parts(instruction: Any) -> list[Any]:
-    """The unfulfilled parts of a mission ("open the red door"), in an order that fulfills it."""
+    """The unfinished parts of a mission ("open the red door"), in an order that completes it."""
     if not isinstance(instruction, AfterInstr | BeforeInstr | AndInstr):
         return [instruction]
     a, b = (instruction.a_done, instruction.instr_a), (instruction.b_done, instruction.instr_b)
@@ -251,7 +251,7 @@ class View:
         return moves[::-1], end
 
     def words(self) -> str:
-        """The view as text: a line each for the objects, the walls and the carried object."""
+        """The view as text: one line each for the objects, the walls and the carried object."""
         lines = []
         if (door := self.cells[0, 0]) is not None:
             lines.append(f"You stand in the open {describe(door)}.")
@@ -358,8 +358,8 @@ def available(level: Level, view: View) -> list[str]:
 
 
 def can_toggle(thing: Any, view: View) -> bool:
-    """Whether toggling changes it: true for a box, and for a door that is not locked or whose key
-    the agent carries."""
+    """Whether toggling changes the object: true for a box, and for a door that is not locked or
+    whose key the agent carries."""
     if thing is None or thing.type != "door":
         return thing is not None and thing.type == "box"
     key = view.carrying

@@ -4,9 +4,10 @@ The agent reads a task ("Your task is to boil water ...") and solves it by walki
 things up, pouring, heating and connecting. ScienceWorld (https://arxiv.org/abs/2203.07540)
 simulates temperature, states of matter, circuits, mixtures, plants, animals and inheritance.
 
-Description: There are 30 kinds of task with 7,207 variations, all of them also in ScienceWorld's
-    easy mode (list: envs/sciworld/tasks.py). The simulator is the Java program of the PyPI package
-    `scienceworld`; many sessions share a few Java processes (envs/sciworld/jvm.py).
+Description: There are 30 kinds of task with 7,207 variations. Each variation also exists in
+    ScienceWorld's easy mode (list: envs/sciworld/tasks.py). The simulator is the Java program of
+    the PyPI package `scienceworld`; many sessions share a few Java processes
+    (envs/sciworld/jvm.py).
 Action Space: The actions listed in PROMPT below; in an easy task also "teleport to PLACE". "wait"
     lets ten units of time pass, "wait1" one. The name of an object can include its place ("orange
     in bowl"). If a name fits several objects, the observation lists them with numbers, and the next
@@ -15,26 +16,27 @@ Action Space: The actions listed in PROMPT below; in an easy task also "teleport
 Observation Space: The first observation is the task in one line, followed by the room. Each later
     observation is the result of the action.
 Rewards: ScienceWorld scores progress from 0 to 100. The reward is the increase over the highest
-    score so far, divided by 100. A wrong focus scores -100: the reward is 0 and the episode is
-    over. info["score"] is ScienceWorld's score; info["success"] is true if it is 100.
+    score so far, divided by 100. Focusing on the wrong object scores -100: the reward is 0 and the
+    episode is over. info["score"] is ScienceWorld's score; info["success"] is true if it is 100.
 Episode End: Terminated when the task is done or has failed. Truncated after 100 actions, or after
     200 in Matter (boil, melt, ...) and in the kinds of task that AgentGym leaves out.
 Arguments: reset(task_index, seed=0). The variation determines the start. The seed determines later
     random events (how bees move). The same (task_index, seed, actions) gives the same observations.
-Id Lists: ids/sciworld_*.json, written once by envs/sciworld/__main__.py of commit 7b8c4ed. They
+Id Lists: ids/sciworld_*.json, written once by envs/sciworld/__main__.py at commit 7b8c4ed. They
     respect ScienceWorld's split (tasks.py).
-    test, train                 lists of AgentGym-RL's sizes, 200 and 2,120 tasks, with its number
-                                of tasks per topic. Its choice of variations is not published, so we
-                                drew them with a fixed seed. Within a topic, every kind of task has
-                                its share.
+    test, train                 200 and 2,120 tasks, as in AgentGym-RL; `test` also has its number
+                                of tasks per topic. Within a topic, each kind of task gets a number
+                                of tasks proportional to its variations, and at least one.
+                                AgentGym-RL's choice of variations is not published, so we drew them
+                                with a fixed seed.
     short_test, short_train     a curriculum for a laptop: easy tasks that the oracle solves within
                                 6 actions, the same number of each kind. The kinds are finding a
                                 living thing, a non-living thing, a plant or an animal, and
                                 comparing life spans.
 
 Differences from AgentGym's server, whose results are therefore not comparable: its limit counts the
-simulator's moves (ten for "wait", none for looking around), so tasks in which something freezes
-slowly cannot be solved. Its reward for a wrong focus is -100.
+simulator's moves (ten for "wait", none for looking around), so tasks that need slow freezing cannot
+be solved there. Its reward for focusing on the wrong object is -100.
 
     env = SciWorld()
     print(env.reset(task_index=2936))     # find a living thing
@@ -61,7 +63,7 @@ from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topi
 
 
 class ScienceWorldWire(Wire):
-    """AgentGym's SciWorld server: 100 points, and the task in a separate field."""
+    """AgentGym's SciWorld server gives up to 100 points and sends the task in a separate field."""
 
     title = "ScienceWorld"
     index_default = None
@@ -158,7 +160,7 @@ class SciWorld:
 
     @staticmethod
     def open_shared() -> None:
-        """Start a Java process, so that a server without Java fails at its start."""
+        """Start a Java process, so that a server without Java fails at startup."""
         shared_pool().seat().release()
 
     close_shared = staticmethod(jvm.close_shared_pool)
@@ -233,7 +235,7 @@ class SciWorld:
         return action_line(model_text, trim=("\"'`*", "\"'`*."))
 
     def available_actions(self) -> list[str]:
-        """A few hundred actions with at most one object; there are thousands with two. If the
+        """The few hundred actions that name at most one object; thousands more name two. If the
         simulator asks for a number, returns the numbers to choose from."""
         java = self._java()
         if numbers := re.findall(r"^(\d+):\t", self._observation, re.MULTILINE):

