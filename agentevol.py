@@ -8,16 +8,17 @@ Why does this raise the return? It raises a lower bound on the log of the expect
 
     log E_π[R] = log Σ_τ π(τ) R(τ)  ≥  Σ_τ q(τ) log( π(τ) R(τ) / q(τ) )      for any q (Jensen)
 
-with equality if q(τ) ∝ π(τ) R(τ). Two alternating steps raise it (expectation-maximisation):
+with equality if q(τ) ∝ π(τ) R(τ). Two alternating steps raise this bound, as in
+expectation-maximisation:
 
     explore   set q to π weighted by the return: sample trajectories and keep those with R > 0
-    learn     maximise E_q[log π(τ)]: imitate them with weights R, on the tokens that π wrote
+    learn     maximise E_q[log π(τ)]: imitate those, weighted by R, on the tokens that π wrote
 
     L(θ) = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)    N tokens with loss_mask 1
 
-w is 1 for a demonstration. Explored trajectories with the same text join the set as one row, and
-its w is the sum of their returns, because how often a text was sampled is our only estimate of π.
-If each text counted once, a rare success would gain as much as a common one.
+w is 1 for a demonstration. Explored trajectories with the same text join the set as one row, whose
+w is the sum of their returns: our only estimate of π is how often a text was sampled. If each text
+counted once, a rare success would gain as much as a common one.
 
 Each iteration continues from the latest weights and learns from the demonstrations and its own
 exploration. The paper instead restarts from the base policy with a growing set (--learn-from base
@@ -88,24 +89,29 @@ class EvolConfig(IteratedConfig):
 
     # The evolving set
     data: tuple[str, ...] = ()
-    """demonstrations to begin with: AgentTraj or message files, or runs;
+    """demonstrations to begin with: files in the AgentTraj or messages format (docs/data.md),
+    or run folders;
     if not given, the environment's oracle demonstrates training tasks, as for the warm start"""
     num_demonstrations: int = 32  # oracle demonstrations per environment, if there is no --data
-    iterations: int = 3  # number of iterations; each explores, then takes an equal share of --steps
+    iterations: int = 3
+    """number of iterations; in each one the policy explores and then trains,
+    for an equal share of --steps"""
     tasks_per_iteration: int = 64  # tasks explored in each iteration
     min_return: float = 0.0
-    """keep only episodes with at least this return (0..1), also those from --data;
-    episodes with return 0 are never kept"""
-    keep_per_task: int = 8  # keep at most this many per task and iteration, the best first
+    """drop episodes with a lower return (0..1), including episodes from --data;
+    episodes with return 0 are always dropped"""
+    keep_per_task: int = 8
+    """keep at most this many episodes per task and iteration, those with the highest returns"""
     weighting: Literal["played", "return", "one"] = "played"
     """weight of an explored trajectory: one (1, like a demonstration),
-    return (its return), or played (sum of the returns of all samples with its text)"""
+    return (its return), or played (sum of the returns of all samples with the same text)"""
     ignore_returns: bool = False
     """control experiment: keep the first trajectories of each task, as if all returns were 1"""
     merge_with: Literal["all", "demonstrations"] = "demonstrations"
-    """what the new trajectories join: all earlier ones, or only the demonstrations [paper: all]"""
+    """add new trajectories to all earlier ones, or only to the demonstrations [paper: all]"""
     learn_from: Literal["base", "last"] = "last"
-    """weights that an iteration starts from: the run's initial ones, or the latest [paper: base]"""
+    """weights at the start of an iteration: the run's initial weights (base),
+    or the latest weights (last) [paper: base]"""
     # Training
     steps: int = 12  # total training steps, including those before a resume
     mini_batch_size: int = 64  # trajectories per step

@@ -1,10 +1,10 @@
 """The options of a training run: what they mean, their defaults, and the command line.
 
-Each option is a field of a dataclass, and the comment beside it or the text below it is its --help
+Each option is a field of a dataclass. The comment beside it, or the string below it, is its --help
 text. `RunConfig` holds the options that all methods need, and `Config` adds those of train.py.
 sft.py, dpo.py and agentevol.py declare further options. A command line is parsed once
-(`read_command_line`) and checked once (`checked`). Options that are not on it get their values from
-a preset:
+(`read_command_line`) and checked once (`checked`). Options that the user leaves out get their
+values from a preset:
 
     laptop   a 135M model on the environment's short tasks, for two CPU cores: the default without
              a GPU, and for the small models (smollm2-135m, tiny) on every machine
@@ -71,11 +71,11 @@ class UpdateOptions:
 
     temperature: float = 1.0  # sampling temperature in training and evaluation [paper: 1.0]
     max_grad_norm: float = 1.0  # clip gradients to this global norm [paper: 1.0]
-    mini_batch_size: int = 64  # trajectories per optimizer step [paper: 8 tasks, i.e. 64]
+    mini_batch_size: int = 64  # trajectories per optimizer step [paper: 64, from 8 tasks]
     max_tokens_per_micro_batch: int = 2048
-    """tokens per forward and backward pass, including padding; lower it if memory runs out"""
+    """maximum tokens per forward and backward pass, with padding; lower it if memory runs out"""
     share_prefix: bool = True
-    """compute the common prefix of a task's samples once for all of them, if that is faster"""
+    """compute the common prefix of a task's samples only once, if that is faster"""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,11 @@ class Objective(UpdateOptions):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL loss term [paper: k3]
     entropy_coef: float = 0.0  # weight of the entropy bonus in the loss [paper: 1e-3]
     sampler_is_cap: float = 2.0
-    """cap on the importance weights, trainer / sampler probability; 0: no weights [paper: none]"""
+    """cap on the importance weights (trainer's probability / sampler's probability);
+    0: do not use weights [paper: no weights]"""
     loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """token-mean: all tokens have equal weight in the policy loss;
-    seq-mean: all trajectories do [paper: seq-mean]"""
+    """average the policy loss over all tokens (token-mean),
+    or over trajectories, each with the same weight (seq-mean) [paper: seq-mean]"""
     ppo_epochs: int = 1  # passes over each step's trajectories [paper: 1]
 
     def num_optimizer_steps(self, num_rows: int) -> int:
@@ -114,41 +115,44 @@ class RunConfig(UpdateOptions):
     # Defaults
     preset: Literal["laptop", "paper", "none"] = "laptop"
     """values for the options that you leave out:
-    laptop (for two CPU cores; used without a GPU or for a small model),
-    paper (AgentGym-RL's; used with a GPU), or none (the defaults in config.py)"""
+    laptop (for two CPU cores; the default without a GPU and for smollm2-135m and tiny),
+    paper (AgentGym-RL's values; the default otherwise), or none (the defaults in config.py)"""
     config: str | None = None  # config.json of another run; its options become the defaults
     # The environment and its tasks
     env: EnvNames = "textcraft"
     """one or more of textcraft, babyai, sciworld, searchqa, or your own package.module:Class"""
     env_weights: tuple[int, ...] = ()
-    """how many tasks to draw from each --env in turn, e.g. 2 1; if not given, one each"""
+    """number of tasks to draw from each environment in turn, e.g. 2 1;
+    if not given, one from each"""
     tasks: str | None = None
     """training tasks: a JSON file with a list of ids,
     or the name of one of the environment's own lists; if not given, see --split"""
     split: Literal["train", "test"] | None = None
     """split to train on [paper: train];
-    if not given, train, or a list of short tasks for the small models"""
+    if not given, the train split, or short tasks for smollm2-135m and tiny"""
     subtasks: tuple[str, ...] = ()
     """train only on these sub-tasks, e.g. "depth 1"; if not given, on all"""
     env_addr: tuple[str, ...] = ()
-    """URLs of running environment servers (several environments: NAME=http://...);
-    if not given, one is started; local: no server, run it in this process"""
+    """URLs of running environment servers (for several environments, NAME=http://...),
+    or `local` to run the environment in this process without a server;
+    if not given, a server is started on this machine"""
     prompt: str | None = None
-    """file with a prompt to use instead of the environment's:
-    JSON messages [{"role", "content"}, ...], or text that replaces only the instruction"""
+    """file with a prompt to use instead of the environment's: either JSON messages
+    [{"role", "content"}, ...], or plain text, which replaces only the instruction"""
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
     engine: Literal["vllm", "transformers"] = "vllm"  # library that samples the actions
     enforce_eager: bool = False
-    """vLLM does not compile the model: it starts a minute or two sooner but samples more slowly"""
+    """make vLLM skip compilation; it starts a minute or two sooner but samples more slowly"""
     engine_url: tuple[str, ...] = ()
-    """URLs of running vLLM servers, http://host:port; if not given, this process samples"""
+    """URLs of running vLLM servers, http://host:port; if not given, sample in this process"""
     engine_devices: tuple[str, ...] = ()
-    """GPUs on which to start vLLM servers, e.g. 2 3; if not given, this process samples"""
+    """GPUs on which to start vLLM servers, e.g. 2 3; if not given, sample in this process"""
     warm_start: str = "auto"
-    """auto: first fine-tune smollm2-135m or tiny on demonstrations (once, then cached);
-    never: start from --model as it is; or a checkpoint folder to start from"""
+    """how to get the initial policy: auto (first fine-tune smollm2-135m or tiny on demonstrations;
+    the result is cached), never (start from --model as it is),
+    or a checkpoint folder to start from"""
     # Training
     steps: int = 60  # total training steps, including those before a resume [paper: 300]
     rounds: tuple[int, ...] = (6,)
@@ -157,15 +161,16 @@ class RunConfig(UpdateOptions):
     """rank of LoRA adapters (raise --learning-rate tenfold for them);
     0: train all weights [paper: 0]"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """number format to compute in; auto: the one measured to be faster on this machine"""
+    """number format to compute in; auto: bf16 on a GPU that supports it;
+    on a CPU, whichever format is faster when timed"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass to save memory; a third slower [paper: on]"""
+    """recompute activations in the backward pass: saves memory but is a third slower [paper: on]"""
     max_tokens_per_turn: int = 80  # maximum sampled tokens per turn [paper: 512]
     max_trajectory_tokens: int = 1536
     """maximum tokens per trajectory, including the prompt [paper: 10752]"""
     learning_rate: float = 4e-5  # learning rate of the policy (AdamW) [paper: 1e-6]
     learning_rate_decay_steps: int = 60
-    """decay the learning rate linearly over N steps to 1/N of it, then hold it constant;
+    """decay the learning rate linearly to 1/N of its value over N steps, then hold it constant;
     0: no decay [paper: 0]"""
     # Limits
     max_sync_error: float = 0.1
@@ -177,14 +182,15 @@ class RunConfig(UpdateOptions):
     eval_every: int = 20
     """evaluate on held-out tasks before the first step, every N steps, and at the end; 0: never"""
     eval_tasks: str | None = None
-    """held-out tasks, given like --tasks;
-    if not given, the test split, or a list of short tasks for the small models"""
+    """held-out tasks, in the same format as --tasks;
+    if not given, the test split, or short held-out tasks for smollm2-135m and tiny"""
     eval_subtasks: tuple[str, ...] | None = None
     """evaluate only on these sub-tasks; if not given, on those of --subtasks"""
     eval_samples: int = 4  # episodes per held-out task [paper: 1]
-    eval_start_samples: int = 1  # episodes per held-out task before the first step
+    eval_start_samples: int = 1
+    """episodes per held-out task in the evaluation before the first step"""
     eval_rounds: int | None = None
-    """maximum turns in evaluation [paper: 30]; if not given, the largest of --rounds"""
+    """maximum turns per evaluation episode [paper: 30]; if not given, the largest of --rounds"""
     stop_at: float | None = None
     """stop when held-out success reaches this (0..1); if not given, never"""
     save_every: int = 20  # write a checkpoint every N steps and at the end [paper: 25]
@@ -292,7 +298,7 @@ class Config(RunConfig, Objective):
     algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """advantage estimator; ppo also trains a critic [paper: grpo]"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
-    """fixed: one horizon; scaling_inter_stepwise: go to the next value of --rounds
+    """fixed: keep the same horizon; scaling_inter_stepwise: move to the next value of --rounds
     every --steps-scaling-inter steps [paper: both]"""
     steps_scaling_inter: int = 100  # steps at each horizon (scaling_inter_stepwise) [paper: 100]
     tasks_per_step: int = 8  # tasks drawn per step [paper: 32]
@@ -303,10 +309,11 @@ class Config(RunConfig, Objective):
     kl_coef: float = 0.0
     """weight of the KL penalty (against the initial policy) in the reward [paper: 0.0]"""
     kl_target: float | None = None
-    """adapt --kl-coef to hold this KL (nats per token); if not given, keep it fixed"""
+    """adapt --kl-coef so that the KL stays near this value (nats per token);
+    if not given, --kl-coef stays fixed"""
     skip_zero_variance: bool = True
-    """leave groups whose returns are all equal out of the update (grpo, rloo);
-    their advantages are 0, unless --kl-coef or --normalize-per-env changes them"""
+    """leave out groups whose returns are all equal, because their advantages are 0 (grpo, rloo);
+    no effect with --kl-coef or --normalize-per-env, which can make these advantages nonzero"""
     normalize_per_env: bool = False  # whiten advantages in each environment separately
     shuffle_rewards: bool = False
     """control experiment: shuffle each step's rewards, so that nothing can be learned"""

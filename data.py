@@ -1,4 +1,4 @@
-"""Training conversations: their format, their tokens, and oracles that play demonstrations.
+"""Training conversations: their format, their tokens, and the oracles that demonstrate tasks.
 
 A conversation has the format of AgentGym's data (AgentTraj):
 
@@ -7,11 +7,11 @@ A conversation has the format of AgentGym's data (AgentTraj):
         {"from": "gpt", "loss": true, "value": "Action: ..."}, ...]}
 
 `encode` turns a conversation into token ids with the code that sampling uses (`RolloutHandler`).
-The policy therefore trains on exactly the sequences that it will see. loss_mask is 1 on `gpt` turns
-with `loss` true. A conversation from a run contains the sampled ids, because encoding its text
-again can produce different tokens.
+The policy therefore trains on exactly the sequences that it will see when it plays. loss_mask is 1
+on `gpt` turns with `loss` true. A conversation from a run contains the sampled ids, because
+encoding its text again can produce different tokens.
 
-An oracle demonstrates tasks: for each turn, it gets a good action from the environment server.
+An oracle demonstrates tasks: at each turn, the environment server names a good action.
 formats.py reads conversations from files and earlier runs.
 
 Read next: sft.py. Lesson: tutorials/14_imitation.md.

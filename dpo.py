@@ -21,13 +21,13 @@ stored with the pairs in `pairs/iteration_001.jsonl`, so a second copy of the mo
 The loss depends only on the margin h, so both likelihoods can fall. If the likelihood of the better
 trajectory falls far, the policy drifts towards some third behaviour: watch
 preference/chosen_log_prob. This happens easily with agents, because a failed trajectory is longer
-than a successful one and most of its actions were right. --sft-coef therefore adds imitation of the
-better trajectory (arXiv 2404.19733; RESULTS.md has runs without it).
+than a successful one, and most of its actions were right. --sft-coef therefore adds imitation of
+the better trajectory (arXiv 2404.19733; RESULTS.md has runs without it).
 
-    python dpo.py --env textcraft                                     # pairs from its own play
-    python dpo.py --data runs/NAME                                    # pairs from an earlier run
-    python dpo.py --expert demos.json --experience runs/NAME          # an expert over the policy
-    python dpo.py --pairs pairs.json --model X --warm-start never     # files: docs/data.md
+    python dpo.py --env textcraft                                   # pairs from the policy's play
+    python dpo.py --data runs/NAME                                  # pairs from an earlier run
+    python dpo.py --expert demos.json --experience runs/NAME        # prefer the expert's episodes
+    python dpo.py --pairs pairs.json --model X --warm-start never   # files: docs/data.md
 
 Shapes: P pairs, B = 2P rows. Read first: sft.py. Read next: agentevol.py.
 """
@@ -100,26 +100,30 @@ class DpoConfig(IteratedConfig):
     # The pairs
     pairs: tuple[str, ...] = ()
     """pair files: {"id", "prompt", "chosen", "rejected"} (docs/data.md);
-    without --pairs, --data and --expert, the policy plays to get pairs"""
+    if none of --pairs, --data and --expert is given, the policy plays to get pairs"""
     data: tuple[str, ...] = ()
-    """run folders, or conversations with returns; better and worse episodes of a task are paired"""
+    """run folders, or files of conversations with returns;
+    each pair is a better and a worse episode of the same task"""
     expert: tuple[str, ...] = ()  # conversations to prefer over those in --experience
-    experience: tuple[str, ...] = ()  # conversations of the policy on the tasks of --expert
+    experience: tuple[str, ...] = ()  # the policy's conversations on the tasks of --expert
     min_gap: float = 0.5  # minimum difference between the two returns of a pair (0..1)
     min_return: float = 0.0  # minimum return of the chosen trajectory (0..1)
     pairs_per_task: int = 4
-    """maximum pairs per task; the ones with the largest gaps are used (with --pairs, the first)"""
+    """maximum pairs per task; the pairs with the largest gaps between their returns are used
+    (with --pairs, the first pairs)"""
     # The loss
     beta: float = 0.1  # strength of the pull towards the reference policy [paper: 0.5]
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """sigmoid: DPO; ipo: IPO; hinge: as in SLiC"""
+    """loss function: sigmoid (DPO), ipo (IPO) or hinge (as in SLiC)"""
     label_smoothing: float = 0.0
     """assumed probability that chosen and rejected are swapped (0..0.5; only with sigmoid)"""
     sft_coef: float = 1.0
-    """weight of the imitation loss per token on the chosen trajectory;
-    it keeps the likelihood up; 0: DPO without imitation [paper: 0]"""
+    """weight of the imitation loss per token, which keeps the likelihood of the chosen trajectory
+    from falling; 0: DPO without imitation [paper: 0]"""
     # Training
-    iterations: int = 6  # number of iterations; each plays, then takes an equal share of --steps
+    iterations: int = 6
+    """number of iterations; in each one the policy plays and then trains,
+    for an equal share of --steps"""
     tasks_per_iteration: int = 48  # tasks played in each iteration
     steps: int = 18
     """total training steps, including those before a resume;

@@ -6,9 +6,9 @@ Evaluation: play held-out tasks and print the success rate with its confidence i
     trajectories ─────> scoring.summarize ──> table, eval.json, trajectories.jsonl, curves.png
 
 Evaluation uses the same rollout loop as training. `--env all` plays the test split of every
-environment with one model, writes the results of each to a folder, and compares them with the
-paper's numbers in a table (benchmark.md). If an environment fails, the remaining ones are still
-played; run the same command with `--resume` to play the missing ones.
+environment with one model, writes a folder of results for each environment, and compares all
+results with the paper's numbers in a table (benchmark.md). If an environment fails, the remaining
+ones are still played; run the same command with `--resume` to play the missing ones.
 
 How to run:
 
@@ -86,28 +86,28 @@ FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: a packa
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Measure an agent on held-out tasks: avg@k, pass@k, per sub-task, with 95 % intervals."""
+    """Measure avg@k and pass@k on held-out tasks, overall and by sub-task, with 95 % intervals."""
 
     env: str = "textcraft"
-    """environment; all: evaluate on all of them and compare with the paper's numbers"""
+    """environment, or `all` to evaluate on every one and compare with the paper's numbers"""
     tasks: str | None = None
     """JSON file with the ids of the tasks to play, instead of --split"""
     split: Literal["train", "test"] | None = None
-    """split to play; if not given, test"""
+    """split to play; if not given, the test split"""
     subtasks: tuple[str, ...] = ()
     """play only these sub-tasks, e.g. "depth 1" "depth 2"; if not given, all"""
     limit: int | None = None
     """play at most this many tasks per sub-task, for a quick look; if not given, all"""
     run: str | None = None
-    """folder of a run: evaluate its best checkpoint with its settings,
-    on its held-out tasks (if none, its training tasks); other options override the run's"""
+    """folder of a run: evaluate its best checkpoint with the run's settings and held-out tasks
+    (its training tasks if it has no held-out tasks); other options override the run's"""
     model: str | None = None
     """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen2.5-3B and 7B];
     if not given, smollm2-135m on a CPU and Qwen/Qwen2.5-3B-Instruct on a GPU"""
     engine: Literal["vllm", "transformers"] = "vllm"
     """library that samples from --model"""
     api_base: str | None = None
-    """base URL of an OpenAI-compatible chat server to evaluate, instead of --model"""
+    """base URL of an OpenAI-compatible chat server whose model to evaluate, instead of --model"""
     api_model: str | None = None
     """model name to send to that server"""
     api_key_env: str | None = None
@@ -116,30 +116,33 @@ class EvalConfig:
     """episodes per task: the k of avg@k and pass@k [paper: 1]"""
     max_rounds: tuple[int, ...] = ()
     """maximum turns per episode [paper: 20 in babyai, 30 in the others];
-    if not given, the environment's; several values: success rate at each, from the same episodes"""
+    if not given, the environment's own maximum; give several values to get the success rate
+    within each number of turns, from the same episodes"""
     temperature: float = 1.0
     """sampling temperature; 0: always the most probable token [paper: 1.0]"""
     seed: int = 0
     """seed for environments, sampling and bootstrap"""
     max_tokens_per_turn: int = 512
-    """maximum sampled tokens per turn [paper: 512 or 200]"""
+    """maximum sampled tokens per turn [paper: 200 in sciworld, 512 in the others]"""
     max_trajectory_tokens: int = 8192
     """maximum tokens per episode, including the prompt [paper: 10752 for textcraft];
     no effect with --api-base"""
     env_addr: tuple[str, ...] = ()
-    """URLs of running environment servers; if not given, one is started on this machine;
-    local: run the environment in this process without a server"""
+    """URLs of running environment servers,
+    or `local` to run the environment in this process without a server;
+    if not given, a server is started on this machine"""
     prompt: str | None = None
-    """file with a prompt to use instead of the environment's:
-    JSON messages [{"role", "content"}, ...], or text that replaces only the instruction"""
+    """file with a prompt to use instead of the environment's: either JSON messages
+    [{"role", "content"}, ...], or plain text, which replaces only the instruction"""
     env_workers: int = 32
-    """maximum number of simultaneous environment calls (with --api-base, of episodes)"""
+    """maximum number of simultaneous environment calls (with --api-base, simultaneous episodes)"""
     max_env_failures: float = 0.2
     """fail if more than this share of the trajectories is lost to failing servers (0..1)"""
     record_state: bool = False
     """record the environment's state (inventory, map) with the trajectories, for replay.py"""
     deterministic: bool = False
-    """make results repeatable: transformers, one sequence at a time with its own seed; slow"""
+    """make results repeatable, but slow: sample with transformers, one sequence at a time,
+    each with its own seed"""
     out: str | None = None
     """new folder for the results; if not given, runs/eval-<env>-<date-time>"""
     resume: bool = False

@@ -6,7 +6,7 @@
 
 It never changes a run. It can show a run that is still training, and updates the page as the run
 grows. Only this machine can open the page, and the page loads nothing from other machines. To view
-it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST`.
+it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST` there.
 
 How to run:
 
@@ -17,7 +17,7 @@ How to run:
     python replay.py runs/A --text --failures            in the terminal
     python replay.py runs/A --text --trajectory s000003-t0001-k00
     python replay.py runs/A --api-base http://127.0.0.1:8000 --api-model NAME
-                                                         live play with this model
+                                                         play live with this model
 
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line).
 
@@ -49,15 +49,26 @@ MAX_EXAMPLE = 100  # characters of a text in an overview
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(PROG, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("paths", nargs="*", type=Path, help="runs, evaluations or trajectory files")
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        help="folders of runs or evaluations, or trajectory files; if not given, the newest run",
+    )
     parser.add_argument("--port", type=int, default=PORT, help="port of the page; 0: any free port")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write one .html file instead")
-    parser.add_argument("--limit", type=int, help="with --export: number of newest trajectories")
-    parser.add_argument("--text", action="store_true", help="print in the terminal instead")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the page to this file")
+    parser.add_argument(
+        "--limit", type=int, help="with --export: only the newest LIMIT trajectories of each path"
+    )
+    parser.add_argument("--text", action="store_true", help="print to the terminal, without a page")
     parser.add_argument("--trajectory", metavar="ID", help="with --text: print this trajectory")
-    parser.add_argument("--failures", action="store_true", help="with --text: list only failures")
-    parser.add_argument("--file", metavar="NAME", help="with --text: this file, not the newest")
+    parser.add_argument(
+        "--failures", action="store_true", help="with --text: list only failed episodes"
+    )
+    parser.add_argument(
+        "--file", metavar="NAME", help="with --text: file to read; if not given, the newest"
+    )
     parser.add_argument("--api-base", help="URL of a chat server whose model can play live")
     parser.add_argument("--api-model", help="model name to send to that server")
     parser.add_argument("--api-key-env", help="environment variable that holds the server's key")

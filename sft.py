@@ -8,8 +8,8 @@ the batch.
 
     files, runs, an oracle ──> 1 conversations of the step ──> 2 update ──> 3 measure, log, save
 
-Imitation needs neither a reward nor exploration, and it learns fast. But the agent learns only
-what to do in states that occur in the demonstrations. After its first mistake it is in a state that
+Imitation needs neither a reward nor exploration, and it is fast. But the agent learns what to do
+only in states that occur in the demonstrations. After its first mistake it is in a state that
 no demonstration visits, so held-out success is more informative than the loss. train.py shows what
 reinforcement learning adds.
 
@@ -70,22 +70,23 @@ class SftConfig(MethodConfig):
 
     # The demonstrations
     data: tuple[str, ...] = ()
-    """conversations: AgentTraj or message files (docs/data.md), or run folders;
+    """conversations to imitate: files in the AgentTraj or messages format (docs/data.md),
+    or run folders;
     if not given, the environment's oracle demonstrates training tasks"""
     min_return: float | None = None
     """use only conversations with at least this return; if not given, all"""
     num_demonstrations: int = 128  # oracle demonstrations per environment, if there is no --data
     hold_out: float = 0.0
-    """share of the conversations to hold out (0..1), never splitting a task;
-    the loss on them is measured at each evaluation;
-    with --eval-every 0, after each epoch, and the lowest determines `best`"""
+    """share of the conversations to hold out (0..1); those of the same task stay together;
+    the held-out loss is measured at each evaluation;
+    with --eval-every 0, it is measured after each epoch, and the lowest loss determines `best`"""
     # Training
-    steps: int = 0  # total training steps, including those before a resume; 0: see --epochs
+    steps: int = 0  # total training steps, including those before a resume; 0: use --epochs
     epochs: int = 2  # passes over the conversations, if --steps is 0
     warm_start: str = "never"
-    """never: start from --model as it is; auto: do a warm start, as train.py does;
-    or a checkpoint folder to start from"""
-    env_weights: tuple[int, ...] = ()  # no effect: each --env contributes --num-demonstrations
+    """how to get the initial policy: never (start from --model as it is),
+    auto (do a warm start, as train.py does), or a checkpoint folder to start from"""
+    env_weights: tuple[int, ...] = ()  # no effect: --num-demonstrations is per environment
 
     def check(self) -> None:
         super().check()

@@ -1,7 +1,7 @@
 """Warm start: fine-tune on demonstrations first, so that reinforcement learning has successes to
 reinforce.
 
-RL can only reinforce actions that the policy already samples sometimes. If a model never writes a
+RL can only reinforce actions that the policy sometimes samples. If a model never writes a
 valid action, every sample earns 0, every group has zero variance, and nothing is learned. Without a
 warm start, SmolLM2-135M did not write a single valid TextCraft action in 240 attempts. A few
 minutes of imitation change that.
@@ -10,12 +10,12 @@ minutes of imitation change that.
 
 A run begins with `start_model`. For the small models, an oracle demonstrates tasks (data.py), the
 model is trained on the demonstrations, and the result is cached under a hash of the model, the data
-and the settings. The project ships some of these results as LoRA adapters (recipes/starts/). They
-are used if model, data and settings are the same. `--warm-start` also accepts a folder, for example
+and the settings. The project ships some of these results as LoRA adapters (recipes/starts/). An
+adapter is used if model, data and settings match. `--warm-start` also accepts a folder, for example
 a checkpoint of sft.py.
 
-This code is separate from sft.py, a complete program with evaluation and resume, because every run
-begins here. Read next: train.py, sft.py.
+Every run begins here, so this code is separate from sft.py, which is a complete program with
+evaluation and resume. Read next: train.py, sft.py.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def make_parser(docstring: str | None, repeats: int) -> argparse.ArgumentParser:
         "--repeats", type=int, default=repeats, help=f"number of repeats (default: {repeats})"
     )
     parser.add_argument(
-        "--out", type=Path, help="result file; if not given, it goes to runs/benchmarks"
+        "--out", type=Path, help="result file; if not given, a file in runs/benchmarks"
     )
     parser.add_argument(
         "--commit", action="store_true", help="write the result to benchmarks/results"

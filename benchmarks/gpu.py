@@ -263,8 +263,10 @@ def run_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
 def main() -> int:
     parser = make_parser(__doc__, 3)
     parser.add_argument("--shape", choices=SHAPES, default="3B", help="size of the model")
-    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a trajectory")
-    parser.add_argument("words", nargs="*", help="options for train.py, after --")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens per trajectory")
+    parser.add_argument(
+        "words", nargs="*", help="options to pass to train.py; write -- before them"
+    )
     o = parser.parse_args()
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
     if not on_gpu and o.shape != "tiny":

@@ -226,7 +226,9 @@ def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, Figures]:
 def main() -> int:
     parser = make_parser(__doc__, 5)
     parser.add_argument("--model", default="tiny", help="model name or folder (default: tiny)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="number of engine slots")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=64, help="maximum number of sequences decoded at once"
+    )
     options = parser.parse_args()
     results = Results(options, "rollout.json")
     repeats = measure(options.model, options.max_num_seqs, options.repeats)

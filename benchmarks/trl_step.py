@@ -302,7 +302,9 @@ def main() -> int:
     parser.add_argument("--warm-start", default="auto", help="as in train.py")
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument(
-        "--train-on-all", action="store_true", help="also train on groups of equal returns"
+        "--train-on-all",
+        action="store_true",
+        help="also train on groups whose returns are all equal",
     )
     o = parser.parse_args()
     version = trl_version()

@@ -315,7 +315,7 @@ def main() -> None:
         nargs="+",
         choices=FIGURES,
         default=list(FIGURES),
-        help="only the runs behind these figures; if not given, all",
+        help="figures whose runs to start or list; if not given, all",
     )
     parser.add_argument("--commit", action="store_true", help="write results to recipes/results")
     arguments = sys.argv[1:]

@@ -6,8 +6,8 @@
     IterationFiles                 the data of each iteration, runs/NAME/<name>/iteration_001.jsonl
 
 Each iteration builds its data once: an evolving set, or pairs with the reference's log-probs. The
-policy that it came from changes in the following steps, so the run stores the data. A run that was
-killed at any point reads it back and continues with it.
+policy that produced this data changes in the following steps, so the run stores the data. If the
+run is killed at any point, it reads the data back when it is resumed.
 
 Read first: run/worker.py. Read next: sft.py, dpo.py, agentevol.py.
 """
@@ -82,8 +82,8 @@ class MethodConfig(RunConfig):
     mini_batch_size: int = 16  # trajectories per training step (one optimizer step)
     learning_rate: float = 1e-4  # learning rate of the policy (AdamW) [paper: 1e-5]
     learning_rate_decay_steps: int = 0
-    """decay the learning rate linearly over N steps to 1/N of it, then hold it constant;
-    0: decay over all steps (in agentevol.py, over those of each iteration)"""
+    """decay the learning rate linearly to 1/N of its value over N steps, then hold it constant;
+    0: decay over all steps (in agentevol.py, over the steps of each iteration)"""
 
     @property
     def learns_from_play(self) -> bool:
@@ -149,7 +149,9 @@ class IteratedConfig(MethodConfig):
     folder: ClassVar[str] = ""  # folder in the run for the data of its iterations
 
     # Playing
-    iterations: int = 1  # number of iterations; each plays, then takes an equal share of --steps
+    iterations: int = 1
+    """number of iterations; in each one the policy plays and then trains,
+    for an equal share of --steps"""
     tasks_per_iteration: int = 32  # tasks played in each iteration
     group_size: int = 8  # trajectories per task
 
