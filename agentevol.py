@@ -94,8 +94,8 @@ class EvolConfig(IteratedConfig):
     if not given, the environment's oracle demonstrates training tasks, as for the warm start"""
     num_demonstrations: int = 32  # oracle demonstrations per environment, if there is no --data
     iterations: int = 3
-    """number of iterations; in each one the policy explores and then trains,
-    for an equal share of --steps"""
+    """number of iterations; in each one the policy explores and then trains;
+    --steps is divided equally among them"""
     tasks_per_iteration: int = 64  # tasks explored in each iteration
     min_return: float = 0.0
     """drop episodes with a lower return (0..1), including episodes from --data;

@@ -86,7 +86,7 @@ class Objective(UpdateOptions):
     value_clip: float = 0.5  # clip range of the critic's values, in units of return [paper: 0.5]
     kl_loss_coef: float = 0.0
     """weight of the KL term (against the initial policy) in the loss [paper: 1e-3]"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL loss term [paper: k3]
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator for the KL loss term [paper: k3]
     entropy_coef: float = 0.0  # weight of the entropy bonus in the loss [paper: 1e-3]
     sampler_is_cap: float = 2.0
     """cap on the importance weights (trainer's probability / sampler's probability);
@@ -129,7 +129,7 @@ class RunConfig(UpdateOptions):
     or the name of one of the environment's own lists; if not given, see --split"""
     split: Literal["train", "test"] | None = None
     """split to train on [paper: train];
-    if not given, the train split, or short tasks for smollm2-135m and tiny"""
+    if not given, short tasks for smollm2-135m and tiny, otherwise the train split"""
     subtasks: tuple[str, ...] = ()
     """train only on these sub-tasks, e.g. "depth 1"; if not given, on all"""
     env_addr: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class RunConfig(UpdateOptions):
     """evaluate on held-out tasks before the first step, every N steps, and at the end; 0: never"""
     eval_tasks: str | None = None
     """held-out tasks, in the same format as --tasks;
-    if not given, the test split, or short held-out tasks for smollm2-135m and tiny"""
+    if not given, short held-out tasks for smollm2-135m and tiny, otherwise the test split"""
     eval_subtasks: tuple[str, ...] | None = None
     """evaluate only on these sub-tasks; if not given, on those of --subtasks"""
     eval_samples: int = 4  # episodes per held-out task [paper: 1]
@@ -312,9 +312,9 @@ class Config(RunConfig, Objective):
     """adapt --kl-coef so that the KL stays near this value (nats per token);
     if not given, --kl-coef stays fixed"""
     skip_zero_variance: bool = True
-    """leave out groups whose returns are all equal, because their advantages are 0 (grpo, rloo);
-    no effect with --kl-coef or --normalize-per-env, which can make these advantages nonzero"""
-    normalize_per_env: bool = False  # whiten advantages in each environment separately
+    """(grpo, rloo) leave out groups whose returns are all equal: their advantages are 0;
+    ignored with --kl-coef or --normalize-per-env, where the advantages may not be 0"""
+    normalize_per_env: bool = False  # whiten advantages separately for each environment
     shuffle_rewards: bool = False
     """control experiment: shuffle each step's rewards, so that nothing can be learned"""
 

@@ -6,7 +6,7 @@ A conversation has the format of AgentGym's data (AgentTraj):
         {"from": "human", "loss": null, "value": "Goal: ..."},
         {"from": "gpt", "loss": true, "value": "Action: ..."}, ...]}
 
-`encode` turns a conversation into token ids with the code that sampling uses (`RolloutHandler`).
+`encode` tokenizes a conversation with the same code as sampling does (`RolloutHandler`).
 The policy therefore trains on exactly the sequences that it will see when it plays. loss_mask is 1
 on `gpt` turns with `loss` true. A conversation from a run contains the sampled ids, because
 encoding its text again can produce different tokens.

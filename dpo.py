@@ -109,8 +109,8 @@ class DpoConfig(IteratedConfig):
     min_gap: float = 0.5  # minimum difference between the two returns of a pair (0..1)
     min_return: float = 0.0  # minimum return of the chosen trajectory (0..1)
     pairs_per_task: int = 4
-    """maximum pairs per task; the pairs with the largest gaps between their returns are used
-    (with --pairs, the first pairs)"""
+    """maximum number of pairs per task: those with the largest difference in return,
+    or with --pairs the first ones in the file"""
     # The loss
     beta: float = 0.1  # strength of the pull towards the reference policy [paper: 0.5]
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
@@ -122,8 +122,8 @@ class DpoConfig(IteratedConfig):
     from falling; 0: DPO without imitation [paper: 0]"""
     # Training
     iterations: int = 6
-    """number of iterations; in each one the policy plays and then trains,
-    for an equal share of --steps"""
+    """number of iterations; in each one the policy plays and then trains;
+    --steps is divided equally among them"""
     tasks_per_iteration: int = 48  # tasks played in each iteration
     steps: int = 18
     """total training steps, including those before a resume;

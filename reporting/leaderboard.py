@@ -1,7 +1,7 @@
 """
 The benchmark table compares one model's scores in every environment with the paper's numbers.
 
-The paper (arXiv 2509.08755) reports the success rate in % of these models, all Qwen2.5-Instruct:
+The paper (arXiv 2509.08755) reports these success rates (%), all for Qwen2.5-Instruct models:
 
     base 3B, base 7B    before any training
     AG-3B, AG-7B        trained at a fixed horizon

@@ -11,8 +11,8 @@
 Each rank writes the pieces it holds, so no process needs memory for the full optimizer state. They
 are read by name and offset, so a run can be resumed with a different number of processes. A
 checkpoint is either complete or absent; after a crash or on a full disk, the previous one is intact
-(`run/files.py`). Data order, horizon and seeds are pure functions of the step, so there is no
-position in the data and no random generator to restore.
+(`run/files.py`). Data order, horizon and seeds depend only on the step number, so a
+resume does not have to restore a position in the data or the state of a random generator.
 
 Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """

@@ -150,8 +150,8 @@ class IteratedConfig(MethodConfig):
 
     # Playing
     iterations: int = 1
-    """number of iterations; in each one the policy plays and then trains,
-    for an equal share of --steps"""
+    """number of iterations; in each one the policy plays and then trains;
+    --steps is divided equally among them"""
     tasks_per_iteration: int = 32  # tasks played in each iteration
     group_size: int = 8  # trajectories per task
 

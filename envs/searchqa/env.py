@@ -7,7 +7,7 @@ over any corpus.
 
 Description: Questions about the CIA World Factbook, in five sub-tasks: one hop, bridge and border
     (two hops), three hops, comparison. An operator who has the files can also serve the questions
-    of seven published data sets about Wikipedia. envs/searchqa/questions.py numbers all questions.
+    of seven published data sets about Wikipedia. Their numbers are assigned in questions.py.
 Action Space: <search> query </search> or <answer> short answer </answer>. The first complete tag of
     a text counts. A text without a complete tag uses up a turn; the observation names the problem.
 Observation Space: The first observation is "Question: ...?". A search returns three passages of at
