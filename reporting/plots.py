@@ -188,7 +188,7 @@ def plot(run_dir: str | Path) -> Path:
         axes = picture.subplot_mosaic(mosaic, height_ratios=[2, 1])
         picture.suptitle(_title(run), fontsize=11)
         draw_main = _draw_envs if run.envs() else _draw_main
-        axes["main"].set(ylabel="return, success", ylim=(-0.03, 1.12))
+        axes["main"].set(ylabel="return and success (0 to 1)", ylim=(-0.03, 1.12))
         axes["main"].set_yticks([0, 0.25, 0.5, 0.75, 1])
         for axis, draw in zip(axes.values(), (draw_main, *PANELS[run.method]), strict=True):
             draw(axis, run)
@@ -200,9 +200,9 @@ def plot(run_dir: str | Path) -> Path:
 
 
 def _title(run: RunFiles) -> str:
-    """`textcraft · grpo · scaling_inter_stepwise 10 20 30 · smollm2-135m   (120 steps)`."""
+    """`textcraft · grpo · up to 10, 20, 30 turns · smollm2-135m   (120 steps)`."""
     o = run.options
-    rounds = " ".join(map(str, [o.get("rounds_scheduler") or "", *(o.get("rounds") or [])]))
+    rounds = f"up to {', '.join(map(str, o['rounds']))} turns" if o.get("rounds") else ""
     model = Path(o.get("model") or "").name
     parts = [o.get("env"), o.get("algorithm") or run.method, rounds, model]
     last_step = run.metrics[-1]["step"] if run.metrics else 0
@@ -212,7 +212,7 @@ def _title(run: RunFiles) -> str:
 def _draw_main(axis: Any, run: RunFiles) -> None:
     """Draw return and success in training, and success on held-out tasks."""
     returns, successes = run.series("train/return_mean"), run.series("train/success_rate")
-    curve(axis, returns, BLUE, "training: return")
+    curve(axis, returns, BLUE, "training: return (bold: running mean)")
     if successes != returns:  # the two are equal if the only reward is 1 for success
         curve(axis, successes, SKY, "training: success", ls="--")
     samples = run.evaluations[-1]["samples"] if run.evaluations else 1

@@ -91,7 +91,10 @@ class Run:
         command = f"{self.program} --resume --run-dir {shlex.quote(str(self.path))}"
         if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
             return f"accelerate launch --num_processes {count} (and your other options) {command}"
-        return f"{python_command()} {command}"
+        # `make train` preloads tcmalloc, which saves memory. (Other libraries add to the variable.)
+        preloads = os.environ.get("LD_PRELOAD", "").split(":")
+        tcmalloc = [f"LD_PRELOAD={shlex.quote(path)} " for path in preloads if "tcmalloc" in path]
+        return f"{''.join(tcmalloc[:1])}{python_command()} {command}"
 
     def discard(self) -> None:
         """Delete a new run after a usage error that is found late, for example in a task list."""
@@ -111,15 +114,13 @@ class Run:
 
 
 def python_command() -> str:
-    """The shell command for this Python, including PYTHONPATH and make's LD_PRELOAD of tcmalloc."""
+    """The shell command for this Python, including PYTHONPATH if it is set."""
     program = Path(sys.executable)
     command = str(program).removeprefix(f"{Path.cwd()}/")
     if Path(shutil.which("python") or "/").parent == program.parent:  # the venv is active
         command = "python"
-    command, path, preload = shlex.quote(command), python_path(), os.environ.get("LD_PRELOAD", "")
-    if path:
-        command = f"PYTHONPATH={shlex.quote(path)} {command}"
-    return f"LD_PRELOAD={shlex.quote(preload)} {command}" if "tcmalloc" in preload else command
+    path = python_path()
+    return f"PYTHONPATH={shlex.quote(path)} {command}" if path else shlex.quote(command)
 
 
 def open_run(config: RunConfig) -> Run:

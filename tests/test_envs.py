@@ -174,8 +174,6 @@ def test_the_path_to_an_environment_may_be_relative(coin_file, monkeypatch):
     with local_server("far.coin:Coin") as url, connect("far.coin:Coin", url) as client:
         assert client.reset(0) == "Coin 0 is thrown."
     assert f"PYTHONPATH={coin_file.parent.parent} " in python_command()
-    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_minimal.so.4")  # set by make train
-    assert python_command().startswith("LD_PRELOAD=/usr/lib/libtcmalloc_minimal.so.4 PYTHONPATH=")
 
 
 # ---- id lists

@@ -67,7 +67,7 @@ def test_the_plot_draws_the_logged_metrics(tmp_path, saved_figures):
     assert {path.name for path in tmp_path.iterdir()} == names
 
     figure = saved_figures[0]
-    assert figure.get_suptitle() == "textcraft · grpo · fixed 6 10   (12 steps)"
+    assert figure.get_suptitle() == "textcraft · grpo · up to 6, 10 turns   (12 steps)"
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
     assert list(lines["held-out tasks: avg@4, 95 % interval"].get_xdata()) == [0, 6, 12]
     assert list(lines["held-out tasks: pass@4"].get_ydata()) == [
@@ -88,5 +88,5 @@ def test_equal_returns_and_successes_are_drawn_as_one_curve(tmp_path, saved_figu
     plot(tmp_path)
     axes = saved_figures[0].axes
     assert len(axes) == 4  # there is no KL axis, since no KL was logged
-    assert axes[0].get_legend_handles_labels()[1] == ["training: return"]
+    assert axes[0].get_legend_handles_labels()[1] == ["training: return (bold: running mean)"]
     assert [axis.texts[0].get_text() for axis in axes[1:]] == ["no data yet"] * 3

@@ -52,3 +52,9 @@ def test_a_run_directory_that_some_process_cannot_see_is_refused_and_deleted(tmp
     with pytest.raises(Misuse, match=r"not on a disk that all processes share \(rank 1 cannot"):
         rundir.open_run(Config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_resume_command_preloads_tcmalloc_as_make_train_did(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libtcmalloc_minimal.so.4:/lib/libgomp.so.1")
+    with contextlib.closing(rundir.open_run(Config(run_dir=str(tmp_path)))) as run:
+        assert run.resume_command().startswith("LD_PRELOAD=/lib/libtcmalloc_minimal.so.4 ")
