@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections import namedtuple
 from pathlib import Path
@@ -226,3 +227,9 @@ def test_pyproject_lists_the_packages_of_requirements_txt():
     stubs = [Path(line).name for line in lines if line.startswith("./")]
     assert project["project"]["dependencies"] == packages + stubs
     assert sorted(project["tool"]["uv"]["sources"]) == sorted(stubs)
+
+
+def test_a_long_installation_prints_how_long_it_takes(capsys):
+    with setup_env.reporting_every(0.02):
+        time.sleep(0.2)
+    assert "setup: still installing after 0 s" in capsys.readouterr().out

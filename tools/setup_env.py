@@ -19,6 +19,7 @@ Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda] [--env NAM
 """
 
 import argparse
+import contextlib
 import errno
 import hashlib
 import importlib.util
@@ -29,7 +30,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,9 +143,10 @@ class Environment:
             log.write(f"\n$ {' '.join(map(str, command))}\n")
             log.flush()
             start = log.tell()
-            process = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=self.root
-            )
+            with reporting_every(30):
+                process = subprocess.run(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=self.root
+                )
             log.seek(start)
             output = log.read()
         shutil.rmtree(temporary, ignore_errors=True)
@@ -153,6 +157,22 @@ class Environment:
         """`pip install` into this environment; see `run`."""
         pip = [str(self.python), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
         self.run(*pip, *arguments)
+
+
+@contextlib.contextmanager
+def reporting_every(seconds: float) -> Iterator[None]:
+    """Print a line at this interval, so that a long installation does not look as if it hung."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(seconds):
+            print(f"setup: still installing after {time.monotonic() - start:.0f} s", flush=True)
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def explain_failure(output: str, code: int, log: Path) -> SetupError:
