@@ -670,11 +670,10 @@ def parse_command_line(
     """
     box = io.StringIO()
     defaults: dict[str, Any] = {} if default is None else {"default": default}
-    if issubclass(kind, RunConfig):  # in --help the run comes before the details of an update
-        in_order = sorted(
-            kind.__dataclass_fields__, key=Objective.__dataclass_fields__.__contains__
-        )
-        kind.__dataclass_fields__ = {name: kind.__dataclass_fields__[name] for name in in_order}
+    if issubclass(kind, RunConfig):  # --help lists the run before the details of an update
+        details, options = Objective.__dataclass_fields__, kind.__dataclass_fields__
+        in_order = sorted(options, key=lambda name: name in details)
+        kind.__dataclass_fields__ = {name: options[name] for name in in_order}
     try:
         with contextlib.redirect_stderr(box):
             return tyro.cli(kind, prog=prog, args=argv, description=about or None, **defaults)

@@ -113,6 +113,12 @@ def pooled(results: Sequence[Result], reading: Reading) -> Shares:
     return mean_over_seeds([reading(result) for result in results])
 
 
+def gains_by_seed(before: Sequence[Shares], after: Sequence[Shares]) -> list[float]:
+    """Each seed's difference of means over goals."""
+    pairs = zip(before, after, strict=True)
+    return [statistics.fmean(b.values()) - statistics.fmean(a.values()) for a, b in pairs]
+
+
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Mean of the seeds' values with Student's interval; one seed has no interval.
 
@@ -164,10 +170,7 @@ def compare(
     a = [reading(sides[0][seed]) for seed in common]
     b = [base_reading(sides[1][seed]) for seed in common]
     goals = paired_bootstrap(mean_over_seeds(b), mean_over_seeds(a))
-    gains = [
-        statistics.fmean(shares_a.values()) - statistics.fmean(shares_b.values())
-        for shares_a, shares_b in zip(a, b, strict=True)
-    ]
+    gains = gains_by_seed(b, a)
     text = f"goals {brackets(goals, signed=True)}; seeds {brackets(over_seeds(gains), signed=True)}"
     if len(common) < max(map(len, sides)):
         text += f"; only seed{'s' * (len(common) > 1)} {' '.join(map(str, common))}"

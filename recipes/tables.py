@@ -33,6 +33,7 @@ from recipes.evidence import (  # noqa: E402
     common_budget,
     compare,
     end,
+    gains_by_seed,
     mean_over_seeds,
     only,
     over_seeds,
@@ -112,10 +113,7 @@ def default_runs_summary() -> list[str]:
     for env, text in TASKS.items():
         results = results_of("worlds", env)
         tasks, *cells = change(pooled(results, start), pooled(results, end))
-        gains = [
-            statistics.fmean(end(result).values()) - statistics.fmean(start(result).values())
-            for result in results
-        ]
+        gains = gains_by_seed([start(r) for r in results], [end(r) for r in results])
         by_seed = " ".join(f"{100 * gain:+.1f}" for gain in gains)
         interval = brackets(over_seeds(gains), signed=True)
         rows.append((text, tasks, *cells, f"{by_seed}; {interval}"))

@@ -93,8 +93,9 @@ class Run:
             return f"accelerate launch --num_processes {count} (and your other options) {command}"
         # `make train` preloads tcmalloc, which saves memory. (Other libraries add to the variable.)
         preloads = os.environ.get("LD_PRELOAD", "").split(":")
-        tcmalloc = [f"LD_PRELOAD={shlex.quote(path)} " for path in preloads if "tcmalloc" in path]
-        return f"{''.join(tcmalloc[:1])}{python_command()} {command}"
+        tcmalloc = next((path for path in preloads if "tcmalloc" in path), None)
+        preload = f"LD_PRELOAD={shlex.quote(tcmalloc)} " if tcmalloc else ""
+        return f"{preload}{python_command()} {command}"
 
     def discard(self) -> None:
         """Delete a new run after a usage error that is found late, for example in a task list."""

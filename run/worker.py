@@ -107,9 +107,7 @@ class Worker:
         with phase("loading the models"), clock.advice("loading the models"):
             self.load_models()
         if config.plays:
-            compiles = config.engine == "vllm" and not (config.enforce_eager or config.engine_url)
-            note = " (vLLM compiles the model, for one to two minutes)" if compiles else ""
-            with phase(f"starting the sampler{note}"):
+            with phase("starting the sampler"):
                 self.engine = self.start_engine(stack)
             stack.push(self.close_engine)
             if config.engine_url:  # those servers may hold another run's weights

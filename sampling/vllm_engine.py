@@ -36,6 +36,7 @@ from engines import (
     Weights,
 )
 from run import clock
+from run.progress import phase
 from scale.default_models import model_config
 from scale.memory import SEQUENCES, cpu_cache_bytes, shape_of
 
@@ -92,8 +93,9 @@ class VLLMEngine:
             # One engine per process, on that process's GPU; by default vLLM uses the first GPU.
             options["distributed_executor_backend"] = "external_launcher"
         clock.release_memory()  # left over from a warm start in this process
+        compiling = "" if enforce_eager else "vLLM compiles the model, for one to two minutes"
         try:
-            with _quiet():
+            with phase(compiling), _quiet():
                 from vllm import LLM, SamplingParams
                 from vllm.sampling_params import RequestOutputKind
 
