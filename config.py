@@ -39,6 +39,7 @@ from envs.http import checked_url
 from envs.local import LOCAL, check_local
 from run.errors import Misuse as Misuse
 from run.errors import value_errors_as_misuse as value_errors_as_misuse
+from run.files import read_text
 from scale.default_models import SMALL_MODELS, check_length, check_model
 from schedulers import make_scheduler
 
@@ -778,16 +779,16 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
     Raises Misuse, with a message that begins with `where`, if the file holds no options, or holds a
     name or value that this version does not have.
     """
+    if not path.exists():
+        raise Misuse(f"{where}: there is no run, {path} does not exist")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         method, options = content.get("method", Config.method), content.get("config", content)
         if method != kind.method:
             shared = RunConfig.__dataclass_fields__.keys() - kind.outside_presets
             options = with_one_horizon({n: v for n, v in options.items() if n in shared}, kind)
         unknown = options.keys() - kind.__dataclass_fields__.keys()
-    except FileNotFoundError:
-        raise Misuse(f"{where}: there is no run, {path} does not exist") from None
-    except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
+    except (ValueError, RecursionError, AttributeError) as error:  # AttributeError: not an object
         raise Misuse(f"{where}: {path.name} cannot be read as a run's options ({error})") from error
     if unknown:
         raise Misuse(f"{where}: this version has no option {', '.join(sorted(unknown))}")
@@ -855,9 +856,9 @@ def with_prompt(config: T) -> T:
     if file is None or file.startswith("[") or len(names_of(config.env)) > 1:
         return config
     try:
-        text = Path(file).read_text(encoding="utf-8").strip()
+        text = read_text(file).strip()
         messages = json.loads(text) if text.startswith("[") else None
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise Misuse(f"--prompt {file} cannot be read ({error})") from error
     if not text:
         raise Misuse(f"--prompt {file} is empty")

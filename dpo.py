@@ -587,7 +587,6 @@ def read_pairs(
 
     Raises:
         ValueError: names file, line and problem.
-        OSError: a file cannot be read.
     """
     return _filter(read_objects(paths, partial(parse_pair, chat=chat)), config, counts)
 

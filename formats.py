@@ -21,9 +21,11 @@ from typing import Any, TypeVar
 
 from chat import is_encodable
 from data import NAMES, ROLES, Record
+from run.files import read_text
 from trajectory import LOST, RolloutHandler, Trajectory, from_line
 
 Item = TypeVar("Item")
+MAX_BYTES = 1 << 32  # per file; its objects need several times as much memory
 EXPECTED = (
     'expected {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}, or '
     '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
@@ -35,7 +37,6 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
 
     Raises:
         ValueError: names file, line and problem.
-        OSError: a file cannot be read.
     """
     return read_objects([file for path in paths for file in files_of(path)], to_record)
 
@@ -71,9 +72,8 @@ def read_objects(files: Sequence[Path], parse: Callable[[Any, str], Item | None]
 
 def _objects_of(path: Path) -> Iterator[tuple[str, Any]]:
     """("line 3", object) for each object in a file, or ("item 3", object) in a JSON list."""
-    number = 1
+    number, text = 1, read_text(path, MAX_BYTES)
     try:
-        text = path.read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
             for index, item in enumerate(json.loads(text), start=1):
                 yield f"item {index}", item
@@ -81,8 +81,6 @@ def _objects_of(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"line {number}", json.loads(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
     except (ValueError, RecursionError) as error:
         number = max(number, getattr(error, "lineno", 1))  # for a list, use the error's line
         raise ValueError(f"{path}, line {number} is not JSON ({error})") from None

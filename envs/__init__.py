@@ -53,6 +53,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.wire import Wire as Wire
+from run.files import read_text
 
 VERSION = "0.1.0"
 FIRST = ("textcraft", "babyai", "sciworld")  # tables list these first, then the others by name
@@ -318,11 +319,10 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
 def _read_ids(path: Path) -> list[str]:
     """The item_id strings of an id list; other keys of an entry are ignored."""
     expected = 'expected [{"item_id": "textcraft_0"}, ...]'
+    text = read_text(path)
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the id list {path}: {error.strerror or error}") from error
-    except ValueError as error:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); {expected}") from error
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("item_id"), str) for entry in entries

@@ -46,6 +46,7 @@ from typing import Any
 
 import numpy as np
 
+from run.files import read_text
 from trajectory import LOST, Trajectory
 
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
@@ -367,10 +368,10 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
 def _read_result(path: str | Path) -> dict[str, Any]:
     """Raises: ValueError if the file is not the result of a complete evaluation."""
     try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        result = json.loads(read_text(path))
         for item in result["items"].values():
             float(item["avg"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is not an eval.json; --compare needs two of them") from None
     if result.get("complete") is False:
         raise ValueError(

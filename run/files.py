@@ -1,4 +1,6 @@
-"""Atomic writes: a file or folder is complete or absent, even if the process is killed.
+"""Files: how a user's files are read, and atomic writes.
+
+A file or folder that we write is complete or absent, even if the process is killed:
 
     write .new-xxxx-NAME  ->  flush it to disk  ->  rename it to NAME  ->  flush the folder
 
@@ -49,6 +51,27 @@ def atomic_path(path: Path) -> Iterator[Path]:
         flush(path.parent)
     finally:
         new.unlink(missing_ok=True)
+
+
+def read_text(path: str | Path, max_bytes: int = 1 << 26) -> str:
+    """The text of a file that the user names.
+
+    Raises:
+        ValueError: the file does not exist, is a folder, a device or a pipe (reading it might never
+            end), has more than `max_bytes` bytes, or is not UTF-8. The message names the file.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise ValueError(f"{path} is a folder, a pipe or a device; give a regular file")
+        if size > max_bytes:
+            raise ValueError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -219,6 +219,7 @@ MISUSE = {
     "--config newer.json": "no option aperture",
     "--config half.json": "steps 2.5",
     "--prompt user.json": "the roles are",
+    **{f"--{name} /dev/null": "a regular file" for name in ("prompt", "config", "tasks")},
 }
 
 

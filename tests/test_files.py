@@ -1,5 +1,6 @@
 """run/files.py: files and folders are complete or absent, even after a kill or an error."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,16 @@ def make_folder(path, text):
     for name in ("a.txt", "b.txt"):
         (path / name).write_text(text)
     return path
+
+
+def test_a_users_file_is_read_only_if_reading_it_ends(tmp_path):
+    (tmp_path / "text").write_bytes("\ufeffü".encode())
+    assert files.read_text(tmp_path / "text") == "ü"
+    os.mkfifo(tmp_path / "pipe")
+    os.truncate(tmp_path / "text", 1 << 40)
+    for name in ("pipe", ".", "text", "/dev/zero", "nosuch"):
+        with pytest.raises(ValueError, match=name):
+            files.read_text(tmp_path / name)
 
 
 def test_a_file_is_written_in_utf8_and_missing_folders_are_made(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """formats.py: files of conversations and runs are read, or their problem is named."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_data import chat, episode_messages, sampled_trajectory
@@ -105,6 +106,8 @@ def test_other_files_and_folders_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match="not UTF-8 text"):
         read(tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match="give a regular file"):
+        read(Path("/dev/null"))
 
 
 # --- Trajectories of a run (trap 6) ---------------------------------------------------------------
