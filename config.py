@@ -427,13 +427,12 @@ def with_preset(
     names = kind.__dataclass_fields__.keys() - kind.outside_presets - set(LIST_OPTIONS)
     settings = []
     for name in names_of(env):
-        env_settings = settings_of(name)
-        paper = PAPER | dict(env_settings.paper)
-        presets = {"laptop": env_settings.laptop, "paper": paper, "none": {}}
+        presets: dict[str, dict[str, Any]] = {"laptop": {}, "paper": PAPER, "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
+        preset_values = presets[preset] | env_presets(name, kind).get(preset, {})
         method_values = kind.paper_values if preset == "paper" else {}
-        settings.append({n: v for n, v in presets[preset].items() if n in names} | method_values)
+        settings.append({n: v for n, v in preset_values.items() if n in names} | method_values)
     numbers: dict[str, Any] = {}
     for name in {name for setting in settings for name in setting}:
         values = [setting.get(name, getattr(kind, name)) for setting in settings]
@@ -441,6 +440,20 @@ def with_preset(
     if len(settings) > 1:
         numbers["rounds"] = ()  # see `config_per_env`
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
+
+
+def env_presets(env: str, kind: type[RunConfig]) -> dict[str, dict[str, Any]]:
+    """LAPTOP and PAPER of an environment's class. Raises Misuse for an unknown option or a value of
+    the wrong type."""
+    settings, presets = settings_of(env), {}
+    for name, values in {"laptop": settings.laptop, "paper": settings.paper}.items():
+        where = f"environment {env}: {name.upper()}"
+        if unknown := values.keys() - vars(Config).keys() - kind.__dataclass_fields__.keys():
+            raise Misuse(f"{where} has an unknown option {', '.join(map(str, sorted(unknown)))}")
+        own_values = {n: v for n, v in values.items() if n in kind.__dataclass_fields__}
+        config = validated(own_values, where, kind)
+        presets[name] = {n: getattr(config, n) for n in own_values}
+    return presets
 
 
 def with_one_horizon(options: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
@@ -792,12 +805,20 @@ def options_in(path: Path, where: str, kind: type[RunConfig]) -> tuple[str, dict
         raise Misuse(f"{where}: {path.name} cannot be read as a run's options ({error})") from error
     if unknown:
         raise Misuse(f"{where}: this version has no option {', '.join(sorted(unknown))}")
+    config = validated(options, where, kind)
+    return method, {name: getattr(config, name) for name in options}
+
+
+def validated(options: Mapping[str, Any], where: str, kind: type[Options]) -> Options:
+    """The options as a `kind`. Raises Misuse, with a message that begins with `where`, for a value
+    of the wrong type."""
     try:
-        config = pydantic.TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
+        return pydantic.TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
-    return method, {name: getattr(config, name) for name in options}
+    except TypeError as error:  # a value that JSON cannot hold
+        raise Misuse(f"{where}: {error}") from None
 
 
 def saved_config(run_dir: str | None, kind: type[Options]) -> Options:

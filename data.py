@@ -202,7 +202,7 @@ def _play(
     client: EnvClient, task: Task, seed: int, thoughts: bool, slip: Callable[[int], str | None]
 ) -> Record | None:
     """One episode of the oracle. `slip(num_done)` returns a wrong move to make next, or None."""
-    observation, say = client.reset(task.task_index, seed), get_env(client.env).say
+    observation = client.reset(task.task_index, seed)
     turns = prompt_turns(client.prompt)
     num_done = 0
     for _ in range(MAX_TURNS):
@@ -213,7 +213,7 @@ def _play(
                 thought, action = client.oracle()
             except StepOutsideEpisode:  # the oracle knows no move
                 return None
-            text = say(thought if thoughts else "", action)
+            text = client.say(thought if thoughts else "", action)
             num_done += 1
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": is_right, "value": text})

@@ -35,9 +35,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from envs import ParseError, env_name, get_env, settings_of
+from envs import ClassError, ParseError, call_static, env_name, get_env, settings_of
+from envs.common import without_thought
 from envs.http import (
     JSON_HEADERS,
+    AnswerTooLarge,
     ConnectionLost,
     ExchangeError,
     ExchangeTimeout,
@@ -66,8 +68,8 @@ class EnvError(RunFailed):
 
     def __init__(self, problem: str, url: str, status: int | None = None, body: str = "") -> None:
         self.problem, self.url, self.status, self.body = problem, url, status, body[:BODY_CHARS]
-        answer = f" [HTTP {status}: {self.body.strip() or 'empty body'}]" if status else ""
-        super().__init__(f"{url}: {problem}{answer}")
+        answer = f"HTTP {status}: {self.body.strip()}".rstrip(": ")
+        super().__init__(f"{url}: {problem}{f' [{answer}]' if status else ''}")
 
 
 class EnvConnectionError(EnvError):
@@ -116,7 +118,8 @@ class AllServersDown(EnvError):
 
 UNREACHABLE = (EnvConnectionError, EnvTimeout)
 NO_ANSWER: dict[type[ExchangeError], tuple[type[EnvError], str]] = {
-    ExchangeTimeout: (EnvTimeout, "the server is overloaded or hangs"),
+    ExchangeTimeout: (EnvTimeout, "the environment {} hangs, or its server is overloaded"),
+    AnswerTooLarge: (EnvProtocolError, "the environment {} should shorten its texts"),
     ConnectionLost: (EnvConnectionError, "is the server running?"),
     InvalidAnswer: (EnvProtocolError, "is this the address of an environment server?"),
 }
@@ -134,7 +137,7 @@ def read_answer(url: str, status: int, content: bytes) -> Any:
         parts = [str(fields[key]) for key in ("error", "hint", "detail") if fields.get(key)]
         reason = "; ".join(parts) or "an unexpected answer"
     except ValueError as error:
-        answer, fields, reason = None, {}, f"the answer is not JSON ({error})"
+        answer, fields, parts, reason = None, {}, [], f"the answer is not JSON ({error})"
     reports_error = "error" in fields  # AgentGym's servers report errors with status 200
     if 200 <= status < 300 and answer is not None and not reports_error:
         return answer
@@ -157,7 +160,7 @@ def read_answer(url: str, status: int, content: bytes) -> Any:
         kind, problem = ActionRejected, f"The action was refused: {reason}"
     elif reports_error:
         problem = f"the server reports an error: {reason}"
-    raise kind(problem, url, status, body)
+    raise kind(problem, url, status, "" if parts and reason in problem else body)
 
 
 # ------------------------------------------------------------------------------------------ client
@@ -201,7 +204,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self.base_url = LOCAL if base_url == LOCAL else checked_url(base_url)
         self.env, self.timeout_s = env, timeout_s
         self.prompt: list[dict[str, str]] = prompt or env_class.PROMPT
-        self._parse, self._wire = env_class.parse, env_class.WIRE
+        self._class, self._wire = env_class, env_class.WIRE
         self._http: HttpClient | LocalClient = (
             LocalClient(env) if base_url == LOCAL else self._new_http_client()
         )
@@ -259,16 +262,14 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
-            action = self._parse(model_text)
-        except ParseError as error:
-            return self._refusal(str(error), "parse_error")
-        try:
-            answer = self._call("POST", "/step", action=action)
+            answer = self._call("POST", "/step", action=self.action_in(model_text))
             observation = self._field(answer, "/step", "observation", str)
             try:
                 outcome = self._wire.outcome(answer, self._score)
             except ValueError as error:
                 raise self._unexpected(answer, "/step", str(error)) from error
+        except ParseError as error:
+            return self._refusal(str(error), "parse_error")
         except ActionRejected as error:
             return self._refusal(error.problem, "rejected")
         except EnvError:
@@ -277,6 +278,29 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._score += outcome.reward
         self._is_running = not (outcome.terminated or outcome.truncated)
         return StepResult(observation, *outcome)
+
+    def action_in(self, model_text: str) -> str:
+        """The action in the model's text, after its thought. ParseError if there is none; EnvError
+        if the environment's class breaks its rules."""
+        try:
+            return call_static(self._class, "parse", without_thought(model_text))
+        except ClassError as error:
+            raise EnvServerError(error.problem, error.env) from error
+
+    def say(self, thought: str, action: str) -> str:
+        """The text with which the oracle takes an action. Raises EnvError if parse() does not read
+        the action in it."""
+        try:
+            text = call_static(self._class, "say", thought, action)
+            result = self.action_in(text)
+        except ClassError as error:
+            raise EnvServerError(error.problem, error.env) from error
+        except ParseError as error:
+            result = f"ParseError: {error}"
+        if result == action:
+            return text
+        problem = f"say() wrote {text!r:.80} for {action!r:.40}, but parse() read {result!r:.80}"
+        raise EnvServerError(problem, f"environment {self.env}")
 
     def observation(self) -> str:
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
@@ -340,7 +364,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return value
 
     def _unexpected(self, answer: Any, path: str, expected: str) -> EnvProtocolError:
-        problem = f"the answer should hold {expected}; is this a working {self.env} server?"
+        problem = f"the environment {self.env} should return {expected}"
         error = EnvProtocolError(problem, self.base_url + path, 200, repr(answer))
         self.note_failure(error)
         return error
@@ -368,7 +392,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
                 time.sleep(BACK_OFF_S)  # the full server did nothing, so a repeat is safe
         except ExchangeError as error:
             kind, hint = NO_ANSWER[type(error)]
-            env_error = kind(f"{method}: {error}; {hint}", url)
+            env_error = kind(f"{method}: {error}; {hint.format(self.env)}", url)
             if http is self._http:  # otherwise close() ended the request, and no server failed
                 self.note_failure(env_error)
             raise env_error from error
@@ -486,7 +510,9 @@ class EnvPool(contextlib.AbstractContextManager["EnvPool"]):
         is_down = isinstance(error, UNREACHABLE)
         is_down |= error.url.endswith("/create") and error.status != 429
         with self._changed:
-            now, address.last_error = time.monotonic(), error
+            now = time.monotonic()
+            if not (is_down and address.pause_s):  # the first error names what made it hang
+                address.last_error = error
             if isinstance(error, TooManySessions):
                 address.paused_until = max(address.paused_until, now + BACK_OFF_S)
             elif is_down and now >= address.paused_until:  # many clients report the same crash

@@ -41,16 +41,20 @@ where it is used.
 Read next: envs/textcraft/env.py, then envs/server.py; tutorials/05_add_your_own_environment.md.
 """
 
+import contextlib
 import inspect
 import json
 import os
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import pydantic
 
 from envs.wire import Wire as Wire
 from run.files import read_text
@@ -75,6 +79,15 @@ REQUIRED = (
 
 class ParseError(ValueError):
     """The policy's text does not contain an action. The policy reads this error's message."""
+
+
+class ClassError(ValueError):
+    """A static method of an environment's class fails or does not return text."""
+
+    def __init__(self, env_class: Any, problem: str) -> None:
+        self.env = f"environment {env_class.__module__}:{env_class.__name__}"
+        self.problem = f"the class {problem}; parse, say and subtask are static and return text"
+        super().__init__(f"{self.env}: {self.problem}")
 
 
 class TaskIndexError(IndexError):
@@ -107,7 +120,7 @@ class Task:
 class Settings:
     """Optional members of an environment's class; the class names them in capitals (HORIZON)."""
 
-    horizon: int = 30  # maximum turns of an episode in the paper's evaluation
+    horizon: pydantic.PositiveInt = 30  # maximum turns of an episode in the paper's evaluation
     # Defaults of train.py's options that are specific to this environment, for --preset paper and
     # for --preset laptop (no GPU). "tasks" and "eval_tasks" name id lists of the environment.
     paper: Mapping[str, Any] = field(default_factory=dict)
@@ -115,6 +128,9 @@ class Settings:
     package: str | None = None  # must be importable on the machine that runs the environment
     start_timeout_s: float = 60.0  # maximum time until its server listens
     id_prefixes: tuple[str, ...] = ()  # beginnings of its task ids; by default its name
+
+
+_SETTINGS = pydantic.TypeAdapter(Settings)
 
 
 def get_env(name: str) -> Any:
@@ -131,9 +147,11 @@ def get_env(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a user's file can raise anything
+    except (Exception, SystemExit) as error:  # a user's file can raise anything
         cause = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
-        raise ValueError(f"environment {name}: {cause}; is its folder on PYTHONPATH?") from error
+        is_absent = f"{module_name}.".startswith(f"{getattr(error, 'name', None)}.")
+        hint = "; is its folder on PYTHONPATH?" if is_absent else ""
+        raise ValueError(f"environment {name}: {cause}{hint}") from error
     env_class = getattr(module, class_name, None)
     if not inspect.isclass(env_class):
         raise ValueError(f"environment {name}: {module_name} has no class {class_name}")
@@ -144,25 +162,55 @@ def get_env(name: str) -> Any:
 
 @cache
 def _problem_of_class(env_class: Any) -> str | None:
-    """Check a user's class without starting an episode; return the first problem, or None."""
+    """Check a user's class without starting an episode; return the first problem, or None. Raises
+    ClassError if parse, say or subtask is the problem."""
     if missing := [name for name in REQUIRED if not hasattr(env_class, name)]:
         return f"lacks {', '.join(missing)}"
     if not isinstance(env_class.WIRE, Wire):
         return "has a WIRE that is not a Wire(); see envs/wire.py"
     if problem := problem_of_messages(env_class.PROMPT):
         return f"has an unusable PROMPT: {problem}"
+    name = getattr(env_class, "NAME", "")
+    if name != "" and not (isinstance(name, str) and re.fullmatch(r"[\w-]+", name)):
+        return f"has the NAME {name!r:.40}; expected letters, digits, _ and -"
     try:
-        num_tasks, subtask = env_class.num_tasks(), env_class.subtask(0)
-    except ImportError:
-        return None  # the simulator, which a trainer does not need
-    except Exception as error:
-        return f"fails when num_tasks() or subtask(0) is called ({type(error).__name__}: {error})"
-    if not isinstance(num_tasks, int) or num_tasks < 1 or not isinstance(subtask, str):
-        return (
-            f"returns {num_tasks!r} from num_tasks() and {subtask!r:.40} from subtask(0); "
-            "expected an int above 0 and a str"
-        )
+        inspect.signature(env_class).bind()
+    except TypeError as error:
+        return f"must be constructed without arguments ({error})"
+    try:
+        num_tasks = env_class.num_tasks()
+    except (Exception, SystemExit) as error:
+        return f"fails in num_tasks() ({error_line(error, env_class)}); it is static"
+    if not isinstance(num_tasks, int) or num_tasks < 1:
+        return f"returns {num_tasks!r:.40} from num_tasks(); expected an int above 0"
+    call_static(env_class, "subtask", 0)
+    for text in ("", "look", call_static(env_class, "say", "It may help.", "look")):
+        with contextlib.suppress(ParseError):
+            call_static(env_class, "parse", text)
     return None
+
+
+def call_static(env_class: Any, method: str, *arguments: Any) -> str:
+    """The text that parse, say or subtask returns. Raises the ParseError of parse, and ClassError
+    if the method raises anything else or returns something else."""
+    try:
+        text = getattr(env_class, method)(*arguments)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ParseError) and method == "parse":
+            raise
+        problem = f"fails in {method}() ({error_line(error, env_class)})"
+        raise ClassError(env_class, problem) from error
+    if not isinstance(text, str):
+        raise ClassError(env_class, f"returns {text!r:.60} from {method}()")
+    return text
+
+
+def error_line(error: BaseException, env_class: Any) -> str:
+    """The error's type and message, and the line of the class's file that led to it."""
+    file = inspect.getfile(env_class)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    where = f" at {Path(file).name}, line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def problem_of_messages(messages: Any) -> str | None:
@@ -172,10 +220,13 @@ def problem_of_messages(messages: Any) -> str | None:
     >>> problem_of_messages([{"role": "user", "content": "Play."}])[:47]
     'the roles are user; expected system, or user an'
     """
-    for message in messages if isinstance(messages, list | tuple) and messages else [None]:
+    expected = 'expected a list of {"role": ..., "content": ...}'
+    if not isinstance(messages, list | tuple) or not messages:
+        return f"{expected}, got {messages!r:.80}"
+    for message in messages:
         fields = message if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            return f'expected a list of {{"role": ..., "content": ...}}, got {message!r:.80}'
+            return f"{expected}, got {message!r:.80}"
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     if turns == ["user", "assistant"] * (len(turns) // 2):
@@ -208,14 +259,20 @@ def variant_of(env: str) -> str:
 
 
 def settings_of(env: str) -> Settings:
-    """The settings that the class of `env` defines, with defaults for the rest."""
+    """The settings that the class of `env` defines, with defaults for the rest. ValueError if one
+    has the wrong type."""
     env_class = get_env(env)
     numbers = {
         name: getattr(env_class, name.upper())
         for name in Settings.__dataclass_fields__
         if hasattr(env_class, name.upper())
     }
-    return Settings(**{"id_prefixes": (env_name(env),)} | numbers)
+    try:
+        return _SETTINGS.validate_python({"id_prefixes": (env_name(env),)} | numbers)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name, value = str(first["loc"][0]).upper(), first["input"]
+        raise ValueError(f"environment {env}: {name} {value!r:.60}: {first['msg']}") from error
 
 
 def ids_dir(env: str) -> Path:
@@ -266,7 +323,7 @@ def load_tasks(
         index = int(match[2])
         if index in tasks:
             raise ValueError(f"{path}: {task_id!r} is listed twice; list each task once")
-        tasks[index] = Task(task_id, index, env_class.subtask(index), name)
+        tasks[index] = Task(task_id, index, call_static(env_class, "subtask", index), name)
     subtasks_of_env = {env_class.subtask(index) for index in range(num_tasks)} if subtasks else ()
     for subtask in subtasks:
         if subtask not in subtasks_of_env:

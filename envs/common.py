@@ -63,6 +63,19 @@ def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", ""
     return action
 
 
+def without_thought(model_text: str) -> str:
+    """The text after the policy's thought, which reasoning models write as <think> ... </think>.
+    Raises ParseError if the thought does not end.
+
+    >>> without_thought("<think>Action: fly? No.</think>\\nAction: go")
+    '\\nAction: go'
+    """
+    answer = model_text.rpartition("</think>")[2]
+    if "<think>" in answer:
+        raise ParseError("Your thought does not end. Write </think> and then the action.")
+    return answer
+
+
 def say(thought: str, action: str) -> str:
     """Write a thought and an action as text that `action_line` reads; an empty thought is omitted.
 

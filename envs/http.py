@@ -52,7 +52,11 @@ class ConnectionLost(ExchangeError):
 
 
 class InvalidAnswer(ExchangeError):
-    """The answer is not HTTP, or it is too large."""
+    """The answer is not HTTP."""
+
+
+class AnswerTooLarge(ExchangeError):
+    """The answer has more than max_bytes."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class HttpClient:
             response = connection.getresponse()
             body = response.read(self.max_bytes + 1)
             if len(body) > self.max_bytes:
-                raise InvalidAnswer(f"the answer is larger than {self.max_bytes} bytes")
+                raise AnswerTooLarge(f"the answer is larger than {self.max_bytes} bytes")
             if response.length:
                 raise IncompleteRead(body, response.length)
         except BaseException:

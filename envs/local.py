@@ -78,7 +78,8 @@ def _shared_lock(env_class: Any) -> Any:
 @cache
 def _without_threads(env_class: Any) -> Any:
     """A subclass that `Sessions` calls in the current thread instead of in its thread pool."""
-    return type(env_class.__name__, (env_class,), {"IS_FAST": True})
+    members = {"IS_FAST": True, "__module__": env_class.__module__}
+    return type(env_class.__name__, (env_class,), members)
 
 
 def _result(coroutine: Any) -> Any:

@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +35,9 @@ import anyio
 import anyio.to_thread
 from starlette.responses import JSONResponse
 
-from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError
+from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError, error_line
+from envs.http import MAX_ANSWER_BYTES
+from envs.wire import TOLERANCE
 
 MAX_BODY_BYTES = 1_000_000  # of a request
 NUM_THREADS = 128  # for environments that are not fast
@@ -54,13 +55,10 @@ log = logging.getLogger("envs.server")
 class Answer(JSONResponse):
     """JSON in ASCII, because a model can write an unpaired surrogate, which UTF-8 cannot encode.
     NumPy numbers become Python numbers. A value that JSON cannot hold (a set, a NaN) raises
-    ApiError."""
+    TypeError or ValueError."""
 
     def render(self, content: Any) -> bytes:
-        try:
-            text = json.dumps(content, allow_nan=False, separators=(",", ":"), default=_for_json)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise failure(f"its answer is not JSON ({error})") from error
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"), default=_for_json)
         return text.encode("ascii")
 
 
@@ -80,7 +78,7 @@ class ApiError(Exception):
 
 
 def failure(problem: str, hint: str = RULES) -> ApiError:
-    return ApiError(500, f"the environment failed: {problem}", hint)
+    return ApiError(500, problem, hint)
 
 
 def error_answer(status: int, error: str, hint: str) -> Answer:
@@ -131,13 +129,13 @@ class Sessions:
             if self._threads is None:  # created here, because it needs a running event loop
                 self._threads = anyio.CapacityLimiter(NUM_THREADS)
             return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             for kind, (status, hint) in REFUSALS.items():
                 if isinstance(error, kind):
                     raise ApiError(status, str(error), hint) from error
-            log.exception("the environment's %s failed", getattr(function, "__name__", function))
-            hint = "the traceback is in the server's output; reset or close the session"
-            raise failure(f"{type(error).__name__}: {error}", hint) from error
+            name = getattr(function, "__qualname__", function)
+            problem = f"{name}() raises {error_line(error, self.env_class)}"
+            raise failure(problem, "reset or close the session") from error
 
     async def create(self) -> Session:
         if len(self.table) >= self.max_sessions:
@@ -194,11 +192,13 @@ class Sessions:
                 task.add_done_callback(self._close_tasks.discard)
 
     async def _end(self, session: Session) -> None:
-        """Close the session's environment. A failure is only logged (by `call`)."""
-        with contextlib.suppress(ApiError):
+        """Close the session's environment. A failure is only logged."""
+        try:
             async with session.lock:  # asyncio's locks are first come, first served
                 if session.env is not None:  # None if the environment did not start
                     await self.call(session.env.close)
+        except ApiError as error:
+            log.error("%s", error)
 
 
 TURN: dict[str, Any] = {
@@ -208,27 +208,31 @@ TURN: dict[str, Any] = {
     "truncated": bool,
     "info": dict,
 }
+INFO: dict[str, Any] = {"success": bool, "score": (int, float)}
 
 
-def as_turn(outcome: Any) -> dict[str, Any]:
+def as_turn(outcome: Any, method: str = "step()") -> dict[str, Any]:
     """Turn the tuple that a user's step() returned into a dict. ApiError if its types are wrong.
 
     >>> as_turn(("You see a door.", 0.0, False, {}))
     Traceback (most recent call last):
-    envs.sessions.ApiError: the environment failed: step does not return observation, reward, \
-terminated, truncated, info
+    envs.sessions.ApiError: step() returns 4 values; expected observation, reward, terminated, \
+truncated, info
     """
-    if not isinstance(outcome, tuple) or len(outcome) != len(TURN):
-        raise failure(f"step does not return {', '.join(TURN)}")
+    if not isinstance(outcome, tuple | list) or len(outcome) != len(TURN):
+        is_list = isinstance(outcome, tuple | list)
+        result = f"{len(outcome)} values" if is_list else f"{outcome!r:.60}"
+        raise failure(f"{method} returns {result}; expected {', '.join(TURN)}")
     turn = {name: _to_python(value) for name, value in zip(TURN, outcome, strict=True)}
     for name, value in turn.items():
         if not isinstance(value, TURN[name]):
-            raise failure(f"step returns {name} as {type(value).__name__}")
-    if not math.isfinite(turn["reward"]):
-        raise failure(f"step returns a reward of {turn['reward']}, which must be finite")
-    success = turn["info"].get("success", False)
-    if not isinstance(_to_python(success), bool):
-        raise failure(f"step returns info['success'] as {type(success).__name__}")
+            raise failure(f"{method} returns a {type(value).__name__} as {name}")
+    if not abs(turn["reward"]) <= 1 + TOLERANCE:  # also NaN, and integers too large for a float
+        raise failure(f"{method} returns a reward that is not a number from -1 to 1")
+    info: dict[str, Any] = {"score": 0} | turn["info"]
+    for name, kind in INFO.items():
+        if not isinstance(_to_python(info.get(name)), kind):
+            raise failure(f"{method} returns a {type(info.get(name)).__name__} as info[{name!r}]")
     return turn
 
 
@@ -239,8 +243,8 @@ def _to_python(value: Any) -> Any:
     return value
 
 
-def first_turn(observation: Any) -> dict[str, Any]:
-    return as_turn((observation, 0, False, False, {"success": False, "score": 0}))
+def first_turn(observation: Any, method: str) -> dict[str, Any]:
+    return as_turn((observation, 0, False, False, {"success": False, "score": 0}), method)
 
 
 class Episodes:
@@ -269,12 +273,20 @@ class Episodes:
 
     async def answer(self, method: str, path: str, fields: Any) -> Answer:
         """Answer one request; `fields` is its parsed body or query."""
+        name = self._name({"/state": "state_for_people"}.get(path, path[1:]))
         try:
             if (method, path) not in self._answers:
                 raise ApiError(404, f"{method} {path}: Not Found", "envs/server.py lists the paths")
-            return Answer(await self._answers[method, path](fields))
+            answer = Answer(await self._answers[method, path](fields))
+            if (size := len(answer.body)) > MAX_ANSWER_BYTES:
+                limit = f"as JSON; the limit is {MAX_ANSWER_BYTES}"
+                raise failure(f"{name} returns {size} bytes {limit}", "shorten the observation")
+            return answer
         except ApiError as error:
             return error_answer(error.status, error.error, error.hint)
+        except Exception as error:  # JSON cannot hold a value, or a user's WIRE lacks one
+            problem = f"{name} returns what cannot be sent ({type(error).__name__}: {error})"
+            return error_answer(500, problem, RULES)
 
     async def _create(self, fields: Any) -> Any:
         session = await self.sessions.create()
@@ -297,7 +309,8 @@ class Episodes:
         async with self.sessions.use(session_id) as session:
             turn = await self._play(session, first_turn, "reset", task_index, seed)
             session.preview = None
-            session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
+            subtask = await self.sessions.call(self.env_class.subtask, task_index)
+            session.turn = turn | {"subtask": subtask}
             return self.wire.reset(session_id, session.turn, task_index)
 
     async def _step(self, fields: Any, extra_method: str = "") -> Any:
@@ -327,12 +340,18 @@ class Episodes:
 
     async def _ask(self, fields: Any, method: str) -> Any:
         async with self._episode(fields) as (session, _):
-            return await self.sessions.call(getattr(session.env, method))
+            result = await self.sessions.call(getattr(session.env, method))
+        kind = {"available_actions": list, "state_for_people": dict}.get(method, object)
+        if not isinstance(result, kind):
+            expected = f"expected a {kind.__name__}"
+            raise failure(f"{self._name(method)} returns {result!r:.60}; {expected}")
+        return result
 
     async def _oracle(self, fields: Any) -> Any:
         answer = await self._ask(fields, "oracle")
         if not isinstance(answer, tuple | list) or [type(part) for part in answer] != [str, str]:
-            raise failure(f"oracle() returns {answer!r:.80}; expected a thought and an action")
+            problem = f"returns {answer!r:.60}; expected a thought and an action"
+            raise failure(f"{self._name('oracle')} {problem}")
         return {"thought": answer[0], "action": answer[1]}
 
     def _session_id(self, fields: Any) -> int:
@@ -353,12 +372,16 @@ class Episodes:
                 raise ApiError(409, f"session {session_id} has no episode", hint)
             yield session, turn
 
+    def _name(self, method: str) -> str:
+        return f"{self.env_class.__name__}.{method}()"
+
     async def _play(
-        self, session: Session, read: Callable[[Any], dict], method: str, *arguments: Any
+        self, session: Session, read: Callable[[Any, str], dict], method: str, *arguments: Any
     ) -> dict:
         """Call reset or step; `read` converts its result to a turn."""
         try:
-            turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
+            result = await self.sessions.call(getattr(session.env, method), *arguments)
+            turn = read(result, self._name(method))
         except ApiError as error:
             if error.status == 500:  # the environment's state is unknown until the next reset
                 session.turn = session.preview = None

@@ -93,7 +93,7 @@ class Wire:
             reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - past_return)
         score = past_return + reward
         if not -TOLERANCE <= score <= 1 + TOLERANCE:
-            raise ValueError(f"rewards that sum to 0..1, but with this one the sum is {score:g}")
+            raise ValueError(f"rewards that sum to 0..1 after every step, not to {score:g}")
         truncated = _flag(answer, "truncated") if "truncated" in answer else False
         if "terminated" in answer:
             terminated = _flag(answer, "terminated")

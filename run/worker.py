@@ -36,7 +36,7 @@ from config import (
     value_errors_as_misuse,
 )
 from engines import Engine, EngineError
-from envclient import EnvPool, EnvPools, local_server
+from envclient import EnvPool, EnvPools, NotSupported, local_server
 from envs import env_name, tasks_by_env
 from losses import FixedKLController
 from models import (
@@ -161,6 +161,9 @@ class Worker:
             with self.pool.for_env(env).client() as client:
                 observation = client.reset(task.task_index)
                 self.openings.append(self.chat.opening(client.prompt, observation))
+                if c.record_state:
+                    with contextlib.suppress(NotSupported):  # AgentGym's servers have no /state
+                        client.state()
             num_tokens = len(self.openings[-1]) + c.max_tokens_per_turn
             if num_tokens > c.max_trajectory_tokens:
                 raise Misuse(

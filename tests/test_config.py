@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from toy_env import Letters, registered
 
 import config as config_module
 import train
@@ -121,6 +122,23 @@ def test_the_paper_preset_has_the_papers_schedule_and_batch():
         c = with_preset("paper", env)
         assert (c.rounds, c.tasks_per_step, c.group_size) == shape
         assert c.mini_batch_size == 8 * c.group_size  # the paper counts tasks: 8
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"round": (3,)}, "LAPTOP has an unknown option round"),
+        ({"rounds": 3}, "LAPTOP: rounds 3: Input should be a valid array"),
+        ({"group_size": "8"}, "LAPTOP: group_size '8': Input should be a valid integer"),
+        ({"rounds"}, "LAPTOP {'rounds'}: Input should be a valid dictionary"),
+    ],
+)
+def test_unusable_presets_of_an_environment_are_misuse(monkeypatch, values, problem):
+    monkeypatch.setattr(Letters, "LAPTOP", values, raising=False)
+    with registered():
+        for preset in ("laptop", "paper"):
+            with pytest.raises(ValueError, match=re.escape(problem)):
+                with_preset(preset, "letters")
 
 
 def test_the_paper_preset_has_learning_rates_for_large_models():

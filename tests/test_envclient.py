@@ -209,7 +209,7 @@ def test_score_is_the_sum_of_rewards_unless_the_server_sends_a_score(server, cli
     client.reset(1)
     server.script["/step"] = [(200, answer | {"reward": 0.6})] * 2
     assert client.step(ACTION).info["score"] == 0.6
-    with pytest.raises(EnvProtocolError, match="the sum is 1.2"):  # more than 1 over the episode
+    with pytest.raises(EnvProtocolError, match="not to 1.2"):  # more than 1 over the episode
         client.step(ACTION)
 
 
@@ -218,6 +218,8 @@ def test_score_is_the_sum_of_rewards_unless_the_server_sends_a_score(server, cli
 
 def test_a_text_that_cannot_be_played_earns_0_and_the_episode_continues(server, client):
     unparsed = client.step("I think I will craft something.")
+    thought = client.step("<think>I could write Action: fly")
+    assert "Write </think>" in thought.observation == thought.info["parse_error"]
     assert server.count("/step") == 0, "nothing is sent to the server"
     assert unparsed.observation == unparsed.info["parse_error"] and "Action" in unparsed.observation
     server.script["/step"] = [(413, {"error": "the body has 1000001 bytes", "hint": "be brief"})]
@@ -226,6 +228,8 @@ def test_a_text_that_cannot_be_played_earns_0_and_the_episode_continues(server, 
     assert "1000001 bytes; be brief" in refused.observation
     assert unparsed[1:4] == refused[1:4] == (0.0, False, False)
     assert client.step(ACTION).observation == "Got 1 oak log"
+    client.step(f"<think>Action: fly?</think> Action: swim? No.</think>\n{ACTION}")
+    assert server.log[-1] == ("/step", {"id": 0, "action": "inventory"}), "thoughts are not played"
 
 
 # --- Failures of the server: one error class each, with address, status and body -----------------
@@ -248,7 +252,7 @@ FAILURES = [
     ((200, STEP | {"observation": "x" * 1_100_000}), EnvProtocolError, "larger than 1048576"),
     ((200, STEP | {"reward": "1"}), EnvProtocolError, "number 'reward'"),
     ((200, STEP | {"reward": 10**400}), EnvProtocolError, "a finite number"),
-    ((200, STEP | {"reward": -5}), EnvProtocolError, "the sum is -5"),
+    ((200, STEP | {"reward": -5}), EnvProtocolError, "not to -5"),
     ((200, {"observation": "o", "reward": 0}), EnvProtocolError, "'done'"),
     ((200, PAYS | {"truncated": "false"}), EnvProtocolError, "'truncated' that is true or false"),
     ((200, PAYS | {"info": {"success": "false"}}), EnvProtocolError, "'success'"),

@@ -9,7 +9,7 @@ import pytest
 from toy_env import Letters, registered
 
 import envs
-from envclient import EnvServerError, connect, local_server
+from envclient import EnvError, connect, local_server
 from envs import (
     REQUIRED,
     NotResetError,
@@ -124,16 +124,31 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
     [
         ("PROMPT = [", "WIRE, PROMPT = None, [", "WIRE that is not a Wire"),
         ('"role": "system"', '"role": "user"', "the roles are user; expected system"),
-        ("staticmethod(lambda: 4)", "lambda self: 4", "fails when num_tasks() or subtask(0)"),
-        ('lambda task_index: "coin"', "lambda task_index: task_index", "0 from subtask(0)"),
+        ("staticmethod(lambda: 4)", "lambda self: 4", "fails in num_tasks() (TypeError"),
+        ("staticmethod(lambda: 4)", "staticmethod(lambda: '4')", "returns '4' from num_tasks()"),
+        ('lambda task_index: "coin"', "lambda task_index: task_index", "0 from subtask()"),
+        ('lambda task_index: "coin"', "['coin'].__getitem__", "fails in subtask() (IndexError"),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
+        ("World = Coin", "raise SystemExit", "cannot be imported (SystemExit"),
+        ("World = Coin", "import absent", "cannot be imported (ModuleNotFoundError: No module"),
+        ("def oracle", "parse = staticmethod(str.split)\n\n    def oracle", "[] from parse()"),
+        (
+            "def oracle",
+            "parse = staticmethod({}.__getitem__)\n\n    def oracle",
+            "in parse() (KeyError: '')",
+        ),
+        ("def oracle", "def say(self, *_):\n        pass\n\n    def oracle", "None from say()"),
+        ("def oracle", "def __init__(self, size):\n        pass\n\n    def oracle", "'size'"),
+        ("def oracle", "HORIZON = 'ten'\n\n    def oracle", "HORIZON 'ten': Input should be a"),
+        ("def oracle", "NAME = 'a/b'\n\n    def oracle", "has the NAME 'a/b'"),
     ],
 )
 def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new, message):
     assert old in COIN
     coin_file.write_text(COIN.replace(old, new))
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        get_env("far.coin:Coin")
+        settings_of("far.coin:Coin")
+        load_tasks("far.coin:Coin")
     assert str(error.value).startswith("environment far.coin:Coin: ")
     assert "\n" not in str(error.value)
 
@@ -142,17 +157,33 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
     ("method", "old", "new", "message"),
     [
         ("state", "return {}", "return {'x': {1}}", "JSON cannot hold a set"),
+        ("state", "return {}", "return []", "Coin.state_for_people() returns []; expected a dict"),
         ("oracle", '"It is always heads.", "heads"', '"ba"', "returns 'ba'; expected a thought"),
-        ("step", 'info["score"], True, False', "0.0, True", "does not return observation, reward"),
-        ("step", 'return "It is heads."', "return 42", "observation as int"),
+        ("step", 'info["score"], True, False', "0.0, True", "Coin.step() returns 4 values"),
+        ("step", 'return "It is heads."', "return 42", "a int as observation"),
         (
             "step",
             'return "It is heads."',
             "import numpy\n        return numpy.ones(2)",
-            "as ndarray",
+            "a ndarray as observation",
         ),
-        ("step", 'info["score"], True', "float('nan'), True", "reward of nan"),
-        ("step", 'action == "heads",', "1,", "info['success'] as int"),
+        (
+            "step",
+            'return "It is heads."',
+            'return "é" * 200_000',
+            "bytes as JSON; the limit is 1048576",
+        ),
+        ("step", 'info["score"], True', "float('nan'), True", "a reward that is not a number"),
+        ("step", 'info["score"], True', "10**5000, True", "a reward that is not a number"),
+        ("step", 'info["score"], True', "-0.1, True", "should return rewards that sum to 0..1"),
+        ("step", 'action == "heads",', "1,", "a int as info['success']"),
+        ("step", '{"success": action == "heads", ', "{", "a NoneType as info['success']"),
+        (
+            "step",
+            "info = {",
+            "raise SystemExit(3)\n        info = {",
+            "SystemExit: 3 at coin.py, li",
+        ),
     ],
 )
 def test_an_invalid_result_is_a_failure_of_the_environment(coin_file, method, old, new, message):
@@ -160,7 +191,7 @@ def test_an_invalid_result_is_a_failure_of_the_environment(coin_file, method, ol
     coin_file.write_text(COIN.replace(old, new))
     with connect("far.coin:Coin", "local") as client:
         client.reset(0)
-        with pytest.raises(EnvServerError, match=re.escape(message)):
+        with pytest.raises(EnvError, match=re.escape(message)):
             client.step("Action: heads") if method == "step" else getattr(client, method)()
         client.reset(0)
         if method != "step":  # the other methods do not change the episode

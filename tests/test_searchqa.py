@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import time
 from collections import Counter
 
 import pytest
@@ -25,14 +26,16 @@ from envs import (
 from envs.http import Answer, HttpClient
 from envs.searchqa import SearchQA
 from envs.searchqa import env as searchqa_env
-from envs.searchqa.env import MAX_TURNS, RIGHT, WRONG, shared_retriever
+from envs.searchqa.corpus import plain_text
+from envs.searchqa.env import MAX_TURNS, RIGHT, WRONG, SearchWire, shared_retriever
 from envs.searchqa.questions import FIRST_FACTBOOK, KINDS, Question, Step, factbook_questions
-from envs.searchqa.retrieval import Scored
+from envs.searchqa.retrieval import Scored, words
 from envs.searchqa.text import (
     EXPECTED,
     INSTRUCTIONS,
     INVALID,
     Passage,
+    escape,
     normalize,
     parse,
     read_tag,
@@ -107,7 +110,6 @@ def answer(text):
     [
         ("I look. <search>\n flag\n of  Kenya </search> Then", "<search> flag of Kenya </search>"),
         ("<answer> b </answer> <search> a </search>", "<answer> b </answer>"),
-        ("<think> <search> a </search> </think>", "<search> a </search>"),
         ("<answer> dollar? no. <search> a </search>", "<search> a </search>"),
         ("<answer> 1 < 2 <b> </answer>", "<answer> 1 < 2 <b> </answer>"),
     ],
@@ -181,6 +183,28 @@ def test_the_oracles_episode_word_for_word(env, retriever):
     for call in (lambda: env.step(search("x")), env.oracle):
         with pytest.raises(EpisodeEndedError):
             call()
+
+
+def test_an_answer_within_a_thought_is_not_played(env, retriever):
+    """AgentGym's client sends the whole text; ours sends only the action."""
+    thought = "<think><answer> red </answer></think>"
+    assert env.step(f"{thought}<search> flag </search>")[0].startswith("<information>")
+    assert "Write </think>" in env.step("<think><answer> red </answer>")[0]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda n: escape("<" + " " * n),
+        lambda n: plain_text("<" * n + "<a " * n),
+        lambda n: SearchWire().first_observation("\n" * n),
+        lambda n: words("a" + "\u0300\u0316\u0f73" * n),
+    ],
+)
+def test_the_time_for_a_hostile_text_is_linear_in_its_length(work):
+    start = time.monotonic()
+    work(100_000)  # 5 billion operations if the time were quadratic
+    assert time.monotonic() - start < 5
 
 
 def test_a_query_is_shortened_and_made_encodable(env, retriever):

@@ -52,8 +52,8 @@ _STRAIGHT = {ord(curly): straight for curly, straight in zip("“”„‘’ʻ�
     ord("—"): " - ",
     **dict.fromkeys(map(ord, "\u200b\u00ad\ufeff"), ""),  # characters without a width
 }
-_INLINE = re.compile(r"</?(?:em|i|b|strong|sup|sub|span|a)\b[^>]*>", re.IGNORECASE)
-_TAG = re.compile(r"<[^>]*>")
+_INLINE = re.compile(r"</?(?:em|i|b|strong|sup|sub|span|a)\b[^<>]*>", re.IGNORECASE)
+_TAG = re.compile(r"<[^<>]*>")
 
 
 class CorpusError(ValueError):

@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envs import OracleLost, ParseError, TaskIndexError, Wire
-from envs.common import Stage, require_task, version_of
+from envs.common import Stage, require_task, version_of, without_thought
 from envs.searchqa.oracle import Search, next_move
 from envs.searchqa.questions import PUBLISHED, Question, find_question, kind_of, num_questions
 from envs.searchqa.text import (
@@ -159,7 +159,7 @@ def close_shared() -> None:
 
 
 _INSTRUCTIONS_PREFIX = f"{INSTRUCTIONS}\n\n"
-_QUESTION_LINE = re.compile(rf"^\s*{QUESTION.strip()}", re.MULTILINE)
+_QUESTION_LINE = re.compile(rf"^[^\S\n]*{QUESTION.strip()}", re.MULTILINE)
 
 
 class SearchWire(Wire):
@@ -274,7 +274,8 @@ class SearchQA:
         self._stage.require_running()
         reward = 0.0
         try:
-            name, content = read_tag(action.encode("utf-8", "replace").decode("utf-8"))
+            text = without_thought(action)  # AgentGym's client sends the policy's whole text
+            name, content = read_tag(text.encode("utf-8", "replace").decode("utf-8"))
         except ParseError as error:
             observation = str(error)
         else:

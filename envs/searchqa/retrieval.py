@@ -81,8 +81,9 @@ def words(text: str) -> list[str]:
     ['the', 'cote', 'ivoire', 'gdp', 'in', '2023']
     """
     if not text.isascii():
-        decomposed = unicodedata.normalize("NFKD", text)
-        text = "".join(char for char in decomposed if not unicodedata.combining(char))
+        # Each character alone: sorting a long run of accents takes quadratic time.
+        decomposed = (unicodedata.normalize("NFKD", char) for char in text)
+        text = "".join(c for part in decomposed for c in part if not unicodedata.combining(c))
     return _WORD.findall(text.lower())
 
 

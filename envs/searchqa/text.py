@@ -23,7 +23,7 @@ from envs import ParseError
 
 MAX_TITLE, MAX_WORD = 200, 20  # characters of a title; characters of a word, on average
 TAGS = ("search", "answer")
-_UNSAFE = re.compile(r"<(?=\s*/?\s*(?:search|answer|information|think)\b|\|)", re.IGNORECASE)
+_UNSAFE = re.compile(r"<(?=\s*(?:/\s*)?(?:search|answer|information|think)\b|\|)", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 INSTRUCTIONS = (
