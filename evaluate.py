@@ -121,7 +121,7 @@ class EvalConfig:
     temperature: float = 1.0
     """sampling temperature; 0: always the most probable token [paper: 1.0]"""
     seed: int = 0
-    """seed for environments, sampling and bootstrap"""
+    """seed for environments and sampling"""
     max_tokens_per_turn: int = 512
     """maximum sampled tokens per turn [paper: 200 in sciworld, 512 in the others]"""
     max_trajectory_tokens: int = 8192
@@ -421,10 +421,10 @@ def measure(
             is_expected = isinstance(error, EngineError | EnvError | TooManyEnvFailures)
             exit_code, problem = 1, f"{'' if is_expected else f'{type(error).__name__}: '}{error}"
         os.fsync(log.fileno())
-    # Sort, so that the bootstrap draws the same tasks for the same episodes.
+    # Sort, so that the same episodes give the same file.
     trajectories.sort(key=lambda trajectory: trajectory.trajectory_id)
     summary = fields | {"complete": problem is None}
-    summary |= summarize(trajectories, config.samples, fields["max_rounds"], seed=config.seed)
+    summary |= summarize(trajectories, config.samples, fields["max_rounds"])
     write_json(out / "eval.json", summary)
     plot_evaluation(summary, out / "curves.png")
     return summary, exit_code, problem

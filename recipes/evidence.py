@@ -7,8 +7,8 @@ after it.
 
 A difference has two 95 % intervals:
 
-    goals    bootstrap over goals, where a goal's value is its mean over samples and seeds; shows
-             the uncertainty about other goals of the same kind
+    goals    shows the uncertainty about other goals of the same kind; a goal's value is its mean
+             over samples and seeds (reporting/scoring.py)
     seeds    mean ± t(n-1) s/√n over the values of the n seeds; shows the uncertainty about other
              seeds, and is wide for n = 3, where t(2) is 4.3
 
@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.common import Result
-from reporting.scoring import bootstrap, brackets, paired_bootstrap, percent
+from reporting.scoring import brackets, estimate_share, paired_bootstrap, percent
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, or a budget
@@ -144,13 +144,13 @@ def smallest_effect(values: Sequence[float], seeds: int) -> float:
 def change(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
     """Four cells of a table: number of goals, before, after, difference."""
     gain = paired_bootstrap(before, after)
-    ends = [percent(bootstrap(list(items.values()))) for items in (before, after)]
+    ends = [percent(estimate_share(list(items.values()))) for items in (before, after)]
     return [str(gain["items"]), *ends, percent(gain, signed=True)]
 
 
 def cell(results: Sequence[Result], reading: Reading) -> str:
     """`53.1 [48.2, 58.0]`: mean over goals and seeds, with its interval over goals."""
-    return percent(bootstrap(list(pooled(results, reading).values())))
+    return percent(estimate_share(list(pooled(results, reading).values())))
 
 
 def seeds_cell(results: Sequence[Result], reading: Reading) -> str:

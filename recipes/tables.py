@@ -47,7 +47,13 @@ from recipes.evidence import (  # noqa: E402
 from recipes.laboratory import PLAYED, tier_of  # noqa: E402
 from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score  # noqa: E402
 from reporting.plots import GREY, PALETTE, band, figure  # noqa: E402
-from reporting.scoring import bootstrap, brackets, paired_bootstrap, pass_at_k, percent  # noqa: E402
+from reporting.scoring import (  # noqa: E402
+    brackets,
+    estimate_share,
+    paired_bootstrap,
+    pass_at_k,
+    percent,
+)
 from run.files import write_text  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
@@ -315,7 +321,7 @@ def compute() -> list[str]:
         evaluations = [result["held_out"][index] for result in results]
         columns = [mean_over_seeds([shares(e, n) for e in evaluations]) for n in limits]
         columns.append(mean_over_seeds([pass_at_2(e) for e in evaluations]))
-        rows.append((name, *(percent(bootstrap(list(goals.values()))) for goals in columns)))
+        rows.append((name, *(percent(estimate_share(list(goals.values()))) for goals in columns)))
     turns = " | ".join("1 turn" if n == 1 else f"{n} turns" for n in limits)
     return markdown(f"% solved within | {turns} | one of two samples, {ALL_TURNS} turns", rows)
 
@@ -398,7 +404,7 @@ def curve_of(
         goals = mean_over_seeds([seed[step] for seed in by_seed])
         goals = {i: v for i, v in goals.items() if not tier or tier == tier_of(i)}
         x = statistics.fmean(spent_at(r, step, unit) for r in results) if unit else step
-        points.append((x, bootstrap(list(goals.values()))))
+        points.append((x, estimate_share(list(goals.values()))))
     return points
 
 

@@ -12,22 +12,21 @@ solves the task. The environment decides what is solved (`info["success"]`); a s
 enough. Episodes lost to a dead server say nothing about the policy, so they are left out and
 counted separately.
 
-Intervals. Tasks differ far more than samples of one task, so tasks are resampled: draw m tasks with
-replacement 10,000 times, and take the 2.5 and 97.5 percentiles of the means. In two cases these
-percentiles would be too narrow:
-- All tasks have the same value v. Let q = 0.025^(1/m). If the share of tasks with this value
-  were below q, the chance of drawing m of them in a row would be below 2.5 %. So the interval is
-  [q·v, q·v + 1 - q]; for v = 0 and v = 1 it is Clopper and Pearson's.
-- All but one to four tasks have the value 0 (or all but one to four have 1). Let [low, high] be
-  Clopper and Pearson's interval for the share of these exceptions, and d their mean distance from 0
-  (or 1). The interval of the mean is [low · d, high] (or [1 - high, 1 - low · d]). Its wide end
-  allows for exceptions at distance 1.
+Intervals. Tasks differ far more than samples of one task, so an interval says how the mean over
+tasks could vary with other tasks. Let x_1..x_m be the tasks' shares c_i / n_i (or their pass@k').
+Add an imaginary task, which is never solved for the lower end and always solved for the upper end:
+
+    low  =  2.5 % quantile of Σ_i w_i x_i + w_0 · 0      w ~ Dirichlet(1, ..., 1): weights that
+    high = 97.5 % quantile of Σ_i w_i x_i + w_0 · 1      sum to 1, all of them equally likely
+
+(Learned-Miller and Thomas 2019, arXiv 1905.06208). If every x_i is 0 or 1, this is Clopper and
+Pearson's exact interval. One more solved sample never moves an end down.
 
 A curve over turns needs only one run. The policy never sees the horizon, and turn n depends only on
 the turns before it. So an episode under max_rounds N is the first N turns of the same episode under
 a longer horizon: it is solved within N turns if and only if it is solved and has at most N turns.
 
-    >>> none_of_31 = bootstrap([0.0] * 31)
+    >>> none_of_31 = estimate_share([0.0] * 31)
     >>> none_of_31["low"], round(none_of_31["high"], 3)
     (0.0, 0.112)
 
@@ -52,87 +51,51 @@ from trajectory import LOST, Trajectory
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
 
 NUM_RESAMPLES = 10_000
-FEW = 5  # with fewer tasks that differ from the rest, percentiles are not reliable
+ANGLES = (np.arange(1024) + 0.5) / 1024 * math.pi / 2  # midpoints, to integrate over 0..π/2
 
 
 # -------------------------------------------------------------------------------------- intervals
 
 
-def bootstrap(
-    values: Sequence[float], seed: int = 0, bounds: tuple[float, float] = (0.0, 1.0)
-) -> Estimate:
-    """Mean over items with its 95 % interval, by the percentile bootstrap.
+def estimate_share(shares: Sequence[float]) -> Estimate:
+    """Mean over tasks with its 95 % interval, as explained above.
 
     Args:
-        values: one number per item (task).
-        bounds: smallest and largest possible value.
-    Returns: value, low, high, items; the first three are None if there are no items.
+        shares: one number in 0..1 per task.
+    Returns: value, low, high, items; the first three are None if there are no tasks.
     """
-    if not len(values):
+    if not len(shares):
         return {"value": None, "low": None, "high": None, "items": 0}
-    x = np.asarray(values, dtype=np.float64)  # (m,)
-    if np.ptp(x) == 0:
-        q = 0.025 ** (1 / len(x))
-        low, high = (q * x[0] + (1 - q) * bound for bound in bounds)
-    else:
-        low, high = _interval_of_few(x, bounds) or np.percentile(
-            _resampled_means(x, seed), (2.5, 97.5)
-        )
-    return {"value": float(x.mean()), "low": float(low), "high": float(high), "items": len(x)}
+    x = np.asarray(shares, dtype=np.float64)  # (m,)
+    low, high = _quantile(0.025, [*x, 0.0]), _quantile(0.975, [*x, 1.0])
+    return {"value": float(x.mean()), "low": low, "high": high, "items": len(x)}
 
 
-def _resampled_means(x: np.ndarray, seed: int) -> np.ndarray:
-    """(R,). The draws depend only on m and the seed, so all tables resample the same tasks."""
-    if len(x) <= 300:
-        return _resamples(len(x), seed) @ x
-    generator = np.random.default_rng(seed)  # in slices, to save memory
-    slices = (_draw(generator, len(x), 500) for _ in range(0, NUM_RESAMPLES, 500))
-    return np.concatenate([weights @ x for weights in slices])
+def _quantile(probability: float, values: Sequence[float]) -> float:
+    """The t at which P(Σ_i w_i values_i <= t) has this probability, by bisection."""
+    x, counts = np.unique(values, return_counts=True)  # (D,) distinct values
+    low, high = float(x[0]), float(x[-1])
+    while high - low > 1e-9:
+        t = (low + high) / 2
+        low, high = (t, high) if _probability_below(t, x, counts) < probability else (low, t)
+    return (low + high) / 2
 
 
-@lru_cache(maxsize=8)
-def _resamples(num_items: int, seed: int) -> np.ndarray:
-    return _draw(np.random.default_rng(seed), num_items, NUM_RESAMPLES)
+def _probability_below(t: float, x: np.ndarray, counts: np.ndarray) -> float:
+    """P(Σ_i w_i x_i <= t), where x_i occurs counts_i times.
 
+    The weights are w_i = e_i / Σ e with e_i ~ Exp(1). With c_i = x_i - t this is P(Σ_i e_i c_i <=
+    0), which follows from the sum's characteristic function (Gil-Pelaez 1951):
 
-def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarray:
-    """Weight of each item in each resample, (rows, num_items): its number of draws over
-    num_items."""
-    return generator.multinomial(num_items, np.full(num_items, 1 / num_items), rows) / num_items
+        P = 1/2 - 1/π ∫_0^∞ sin(Σ_i atan(u c_i)) / Π_i sqrt(1 + u² c_i²) du/u
 
-
-def _interval_of_few(x: np.ndarray, bounds: tuple[float, float]) -> tuple[float, float] | None:
-    """The interval if all but one to four items have the value of one bound, otherwise None. It
-    rarely applies to differences (-1 to 1): most of them are 0, which is not a bound."""
-    for bound, opposite in (bounds, bounds[::-1]):
-        outliers = x[x != bound]
-        if 0 < len(outliers) < min(FEW, len(x) / 2):
-            low, high = binomial_interval(len(outliers), len(x))
-            ends = bound + low * (outliers.mean() - bound), bound + high * (opposite - bound)
-            return min(ends), max(ends)
-    return None
-
-
-def binomial_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval of a share. It contains the shares for which at least
-    this many successes, and at most this many, both have a probability of at least 2.5 %.
-
-    >>> [round(end, 3) for end in binomial_interval(1, 31)]
-    [0.001, 0.167]
+    With u = tan φ / |c|, du/u is 2 dφ / sin 2φ.
     """
-
-    def share_where(count: int, probability: float) -> float:
-        """The share at which `count` or fewer successes have this probability, by bisection."""
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            p = (low + high) / 2
-            terms = [
-                math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count + 1)
-            ]
-            low, high = (p, high) if sum(terms) > probability else (low, p)
-        return (low + high) / 2
-
-    return share_where(successes - 1, 0.975), share_where(successes, 0.025)
+    c = x - t  # (D,)
+    uc = np.outer(np.tan(ANGLES), c / math.sqrt(counts @ c**2))  # (U, D)
+    sine = np.sin(np.arctan(uc) @ counts)  # (U,)
+    product = np.exp(-np.log1p(uc**2) @ counts / 2)  # (U,) 1 / Π
+    return 0.5 - float(np.mean(sine * product / np.sin(2 * ANGLES)))
 
 
 def paired_bootstrap(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
@@ -141,11 +104,43 @@ def paired_bootstrap(before: Mapping[str, float], after: Mapping[str, float]) ->
     Pairing removes the differences between tasks. Two agents can have wide, overlapping intervals
     and still be clearly different, because one is better on nearly every task.
 
+    The interval is from the 2.5 to the 97.5 percentile of the means of m tasks drawn with
+    replacement, 10,000 times. It is too narrow if few tasks differ, and has no width if none does.
+    But a kind of task that makes up 1 - q of all tasks, q = 0.025^(1/m), is absent from m draws
+    with probability 2.5 %, and could differ by -1 or 1. So the interval contains at least
+    q · mean - (1 - q) and q · mean + (1 - q).
+
     Args:
         before, after: task_id -> a number in 0..1 (the share of solved samples).
     """
     tasks = sorted(before.keys() & after.keys())
-    return bootstrap([after[task] - before[task] for task in tasks], bounds=(-1.0, 1.0))
+    if not tasks:
+        return estimate_share([])
+    x = np.array([after[task] - before[task] for task in tasks])  # (m,)
+    mean, q = float(x.mean()), 0.025 ** (1 / len(x))
+    low, high = np.percentile(_resampled_means(x), (2.5, 97.5))
+    low, high = min(float(low), q * mean - (1 - q)), max(float(high), q * mean + (1 - q))
+    return {"value": mean, "low": low, "high": high, "items": len(x)}
+
+
+def _resampled_means(x: np.ndarray) -> np.ndarray:
+    """(R,). The draws depend only on m, so all tables resample the same tasks."""
+    if len(x) <= 300:
+        return _resamples(len(x)) @ x
+    generator = np.random.default_rng(0)  # in slices, to save memory
+    slices = (_draw(generator, len(x), 500) for _ in range(0, NUM_RESAMPLES, 500))
+    return np.concatenate([weights @ x for weights in slices])
+
+
+@lru_cache(maxsize=8)
+def _resamples(num_items: int) -> np.ndarray:
+    return _draw(np.random.default_rng(0), num_items, NUM_RESAMPLES)
+
+
+def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarray:
+    """Weight of each item in each resample, (rows, num_items): its number of draws over
+    num_items."""
+    return generator.multinomial(num_items, np.full(num_items, 1 / num_items), rows) / num_items
 
 
 # ------------------------------------------------------------------------ trajectories to a summary
@@ -196,19 +191,19 @@ def _is_lost(trajectory: Trajectory) -> bool:
     return trajectory.stop_reason is None or trajectory.stop_reason in LOST
 
 
-def _pass_estimate(items: Sequence[Item], k: int, seed: int) -> Estimate:
+def _pass_estimate(items: Sequence[Item], k: int) -> Estimate:
     """pass@k over the tasks that have at least k valid samples."""
     tasks = [item.successes for item in items if len(item.successes) >= k]
-    return bootstrap([pass_at_k(len(successes), sum(successes), k) for successes in tasks], seed)
+    return estimate_share([pass_at_k(len(successes), sum(successes), k) for successes in tasks])
 
 
-def _row(items: Sequence[Item], samples: int, seed: int) -> dict[str, Any]:
+def _row(items: Sequence[Item], samples: int) -> dict[str, Any]:
     turns = [n for item in items for n in item.turns]
     return {
         "items": len(items),
         "trajectories": len(turns),
-        "avg": bootstrap([item.avg for item in items], seed),
-        "pass": _pass_estimate(items, samples, seed),
+        "avg": estimate_share([item.avg for item in items]),
+        "pass": _pass_estimate(items, samples),
         "return_mean": _mean([_mean(item.returns) for item in items]) if items else None,
         "turns_mean": _mean(turns) if turns else None,
     }
@@ -219,7 +214,6 @@ def summarize(
     samples: int,
     max_rounds: Sequence[int] = (),
     step: int = 0,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The content of `eval/step_*.json`.
 
@@ -228,7 +222,6 @@ def summarize(
         samples: k, the number of samples requested per task.
         max_rounds: horizons of the curve over turns; the episodes were played with the longest.
         step: training step, 0 for an evaluation by evaluate.py.
-        seed: seed of the bootstrap.
     Returns:
         `overall`: a row {items, trajectories, avg, pass, return_mean, turns_mean}, in which avg
             and pass are {value, low, high, items}.
@@ -250,12 +243,12 @@ def summarize(
         "step": step,
         "samples": samples,
         "max_rounds": sorted(max_rounds),
-        "overall": _row(tasks, samples, seed),
-        "worlds": {name: _row(env_items, samples, seed) for name, env_items in by_env.items()},
-        "subtasks": {name: _row(by_subtask[name], samples, seed) for name in sorted(by_subtask)},
-        "pass_curve": [{"k": k} | _pass_estimate(tasks, k, seed) for k in range(1, samples + 1)],
+        "overall": _row(tasks, samples),
+        "worlds": {name: _row(env_items, samples) for name, env_items in by_env.items()},
+        "subtasks": {name: _row(by_subtask[name], samples) for name in sorted(by_subtask)},
+        "pass_curve": [{"k": k} | _pass_estimate(tasks, k) for k in range(1, samples + 1)],
         "rounds_curve": [
-            {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples, seed)
+            {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples)
             for n in sorted(max_rounds)
         ],
         "stop_reasons": dict(sorted(Counter(str(t.stop_reason) for t in trajectories).items())),

@@ -310,7 +310,7 @@ class Worker:
         requests = all_samples(self.eval_tasks, samples, c.seed, step, horizons)
         trajectories = self.play(requests, step, "held-out evaluation", RolloutLog())
         longest = [max(horizons.values())]
-        return summarize(trajectories, samples, longest, step, c.seed), trajectories
+        return summarize(trajectories, samples, longest, step), trajectories
 
     # Learning
 

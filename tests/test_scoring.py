@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reporting.scoring import (
-    bootstrap,
     compare,
+    estimate_share,
     format_table,
     paired_bootstrap,
     pass_at_k,
@@ -68,43 +68,54 @@ def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_solved_sample(num_sampl
 # -------------------------------------------------------------------------- intervals
 
 
-@pytest.mark.parametrize("num_items", [1, 3, 31])
-def test_if_all_tasks_agree_the_interval_is_the_exact_binomial_one(num_items):
-    none_solved, all_solved = bootstrap([0.0] * num_items), bootstrap([1.0] * num_items)
-    # Clopper-Pearson for 0 of m: the p at which (1 - p)^m = 0.025.
-    assert none_solved["low"] == 0.0
-    assert (1 - none_solved["high"]) ** num_items == pytest.approx(0.025)
-    assert all_solved["low"] == pytest.approx(1 - none_solved["high"])
-    assert all_solved["high"] == 1.0
-    half = bootstrap([0.5] * num_items)
-    assert half["low"] < 0.5 < half["high"]
+def tail(num_items, share, counts):
+    """Probability that the number of solved tasks is in `counts`."""
+    return sum(math.comb(num_items, k) * share**k * (1 - share) ** (num_items - k) for k in counts)
 
 
-@pytest.mark.parametrize("num_solved", [1, 4])
-def test_if_few_of_many_are_solved_the_interval_is_the_exact_binomial_one(num_solved):
-    """At the lower end, at least k successes have probability 2.5 %; at the upper end, at most k,
-    as in scipy's binomtest(k, 40).proportion_ci."""
+@pytest.mark.parametrize("num_items", [1, 3, 31, 400])
+def test_the_interval_of_a_share_is_exact_covers_95_percent_and_never_falls_with_more_solved(
+    num_items,
+):
+    """Clopper and Pearson: at the lower end, at least k solved tasks have probability 2.5 %; at the
+    upper end, at most k."""
+    m = num_items
+    intervals = [estimate_share([1.0] * k + [0.0] * (m - k)) for k in range(m + 1)]
+    lows, highs = ([e[end] for e in intervals] for end in ("low", "high"))
+    assert (lows[0], highs[m]) == (0.0, 1.0)
+    for k in range(m):
+        assert tail(m, highs[k], range(k + 1)) == pytest.approx(0.025, rel=0.01)
+        assert tail(m, lows[k + 1], range(k + 1, m + 1)) == pytest.approx(0.025, rel=0.01)
+    assert all(a < b for ends in (lows, highs) for a, b in itertools.pairwise(ends))
+    for share in (0.01, 0.13, 0.5, 0.9):
+        assert tail(m, share, [k for k in range(m + 1) if lows[k] <= share <= highs[k]]) >= 0.95
 
-    def probability(share, counts):
-        return sum(math.comb(40, k) * share**k * (1 - share) ** (40 - k) for k in counts)
 
-    values = [1.0] * num_solved + [0.0] * (40 - num_solved)
-    few_solved, most_solved = bootstrap(values), bootstrap([1 - x for x in values])
-    assert probability(few_solved["high"], range(num_solved + 1)) == pytest.approx(0.025)
-    assert probability(few_solved["low"], range(num_solved, 41)) == pytest.approx(0.025)
-    assert most_solved["low"] == pytest.approx(1 - few_solved["high"])
-    assert most_solved["high"] == pytest.approx(1 - few_solved["low"])
+@pytest.mark.parametrize("num_items", [5, 31])
+def test_no_end_falls_when_one_more_sample_is_solved(num_items):
+    """Four samples per task. The tasks are solved one after the other, or all of them equally."""
+    for order in (lambda n: divmod(n, 4), lambda n: divmod(n, num_items)[::-1]):
+        before = {f"t_{i}": 0.25 for i in range(num_items)}
+        shares = [[0.0] * num_items]
+        for n in range(4 * num_items):
+            shares.append(list(shares[-1]))
+            shares[-1][order(n)[0]] += 0.25
+        pairs = [paired_bootstrap(before, dict(zip(before, row, strict=True))) for row in shares]
+        assert all(e["low"] < e["value"] < e["high"] for e in pairs)  # also if no task differs
+        for a, b in [*itertools.pairwise(map(estimate_share, shares)), *itertools.pairwise(pairs)]:
+            assert a["low"] <= b["low"] and a["high"] <= b["high"]
 
 
-@pytest.mark.parametrize(("p", "num_items", "max_coverage"), [(0.5, 80, 0.98), (0.08, 40, 1.0)])
-def test_the_interval_covers_the_truth_about_95_times_in_100(p, num_items, max_coverage):
-    """For 40 tasks with a true 8 %, percentiles without a correction would cover it 88 times."""
+@pytest.mark.parametrize(("p", "num_items"), [(0.5, 80), (0.08, 40)])
+def test_the_interval_of_averaged_samples_covers_the_truth_95_times_in_100(p, num_items):
     generator = random.Random(3)
     num_covered = 0
     for _ in range(400):
-        e = bootstrap([float(generator.random() < p) for _ in range(num_items)])
+        shares = [generator.betavariate(p, 1 - p) for _ in range(num_items)]
+        samples = [[generator.random() < share for _ in range(4)] for share in shares]
+        e = estimate_share([sum(successes) / 4 for successes in samples])
         num_covered += e["low"] <= p <= e["high"]
-    assert 0.92 <= num_covered / 400 <= max_coverage
+    assert 0.95 <= num_covered / 400 <= 0.995
 
 
 # ------------------------------------------------------------------- paired comparison
@@ -113,10 +124,10 @@ def test_the_interval_covers_the_truth_about_95_times_in_100(p, num_items, max_c
 def test_pairing_shows_a_difference_although_the_two_intervals_overlap():
     generator = random.Random(0)
     before = {f"t_{i}": generator.random() for i in range(60)}  # tasks differ a lot
-    after = {task: min(1.0, share + 0.05) for task, share in before.items()}
-    assert bootstrap(list(before.values()))["high"] > bootstrap(list(after.values()))["low"]
+    after = {task: min(1.0, share + 0.1) for task, share in before.items()}
+    assert estimate_share([*before.values()])["high"] > estimate_share([*after.values()])["low"]
     difference = paired_bootstrap(before, after)
-    assert 0.0 < difference["low"] < difference["value"] < difference["high"] < 0.06
+    assert 0.0 < difference["low"] < difference["value"] < difference["high"] < 0.16
     assert difference["items"] == 60
 
 
