@@ -31,6 +31,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,6 +40,7 @@ from config import Misuse, checked
 from data import Example
 from rollout import portion
 from run.clock import Clock, advice
+from run.files import read_text
 from run.methodworker import (
     LOW_IN_IMITATION,
     UNUSED_WITH_DATA,
@@ -217,10 +219,12 @@ def require_same_data(digest: dict[str, Any], config: SftConfig) -> None:
     path = Path(config.run_dir or "") / DATA
 
     def is_same() -> bool:
-        return not path.exists() or bool(json.loads(path.read_text(encoding="utf-8")) == digest)
+        with suppress(ValueError):  # not readable, or not JSON
+            return not path.exists() or bool(json.loads(read_text(path)) == digest)
+        return False
 
     if config.resume and not distributed.run_on_rank_0("comparing the data", is_same):
-        raise Misuse(f"--data has changed since {config.run_dir} began; start a new run")
+        raise Misuse(f"--data or {path} has changed since the run began; start a new run")
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

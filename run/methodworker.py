@@ -14,11 +14,13 @@ Read first: run/worker.py. Read next: sft.py, dpo.py, agentevol.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -42,12 +44,12 @@ from config import (
 )
 from data import ROUNDING, Example, Record, encode
 from envs import names_of
-from formats import read_records, record_of
+from formats import MAX_BYTES, read_records, record_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw_requests
 from run.clock import Clock
-from run.files import write_json, write_text
+from run.files import read_text, write_json, write_text
 from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
@@ -356,8 +358,8 @@ def sync_if_evaluated(
 
 @dataclass(frozen=True)
 class IterationFiles:
-    """The data of each iteration, in a folder of the run: a file of lines, then a summary, which is
-    written last."""
+    """The data of each iteration, in a folder of the run: a file of lines, then a summary with a
+    digest of both, which is written last."""
 
     folder: Path
     writes: bool
@@ -377,22 +379,27 @@ class IterationFiles:
         """The iteration's lines and summary; None if they do not exist yet. Collective.
 
         Raises:
-            TrainingError: they are missing although `must_exist`. They cannot be made again,
-                because the policy has changed since.
+            TrainingError: they have changed, or are missing although `must_exist`. They cannot be
+                made again, because the policy has changed since.
         """
-        summary = self._path(iteration, "json")
+        path, summary_path = self._path(iteration, "jsonl"), self._path(iteration, "json")
 
         def work() -> tuple[list[Record], dict[str, Any]] | None:
-            if not summary.exists():
+            if not summary_path.exists():
                 return None
-            text = self._path(iteration, "jsonl").read_text(encoding="utf-8")
+            text, summary = "", None
+            with suppress(ValueError):  # not readable, or not JSON
+                text = read_text(path, MAX_BYTES)
+                summary = json.loads(read_text(summary_path))
+            if not isinstance(summary, dict) or summary.pop("sha256", "") != digest(text, summary):
+                problem = f"{path} or its summary has changed since the run wrote it"
+                raise TrainingError(f"{problem}: restore both, or start a new run")
             # NOTE: splitlines would also split at U+2028, which JSON leaves unescaped.
-            lines = [json.loads(line) for line in text.split("\n") if line]
-            return lines, json.loads(summary.read_text(encoding="utf-8"))
+            return [json.loads(line) for line in text.split("\n") if line], summary
 
         content = distributed.run_on_rank_0("reading an iteration's data", work)
         if content is None and must_exist:
-            raise TrainingError(f"{summary} is missing: restore it, or start a new run")
+            raise TrainingError(f"{summary_path} is missing: restore it, or start a new run")
         return content
 
     def write(self, iteration: int, lines: Sequence[Record], summary: dict[str, Any]) -> None:
@@ -400,7 +407,7 @@ class IterationFiles:
         if self.writes:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(self._path(iteration, "jsonl"), text)
-            write_json(self._path(iteration, "json"), summary)
+            write_json(self._path(iteration, "json"), summary | {"sha256": digest(text, summary)})
         distributed.barrier()
 
     def drop_after(self, iteration: int) -> None:
@@ -411,3 +418,7 @@ class IterationFiles:
 
     def _path(self, iteration: int, kind: str) -> Path:
         return self.folder / f"iteration_{iteration:03d}.{kind}"
+
+
+def digest(text: str, summary: dict[str, Any]) -> str:
+    return hashlib.sha256((text + json.dumps(summary, sort_keys=True)).encode()).hexdigest()

@@ -142,6 +142,13 @@ def test_iteration_files_are_written_read_and_dropped(tmp_path):
     assert {path.name[10:] for path in tmp_path.iterdir()} == {
         *("001.json", "001.jsonl", "002.json", "002.jsonl", "003.json.bak")
     }
+    for kind, text in (("jsonl", ""), ("jsonl", '{"a": 2}\n'), ("json", ""), ("json", '{"n": 2}')):
+        path = tmp_path / f"iteration_002.{kind}"
+        before = path.read_text()
+        path.write_text(text)
+        with pytest.raises(TrainingError, match="has changed since the run wrote it"):
+            files.read(2, must_exist=True)
+        path.write_text(before)
     (tmp_path / "iteration_002.json").unlink()
     with pytest.raises(TrainingError, match="iteration_002.json is missing"):
         files.read(2, must_exist=True)

@@ -95,9 +95,12 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
     data = write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(4)])
     values = settings("sft", tmp_path, url, data=data, steps=2, hold_out=0.0)
     assert run("sft", values) == 0
+    resume = {"resume": True, "run_dir": values["run_dir"], "steps": 4}
     write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(5)])
-    assert run("sft", {"resume": True, "run_dir": values["run_dir"], "steps": 4}) == 2
-    assert "--data has changed" in capsys.readouterr().err
+    assert run("sft", resume) == 2
+    assert "--data or " in capsys.readouterr().err
+    (tmp_path / "run/data.json").write_text("")
+    assert run("sft", resume) == 2
 
 
 # --- Held out -------------------------------------------------------------------------------------
