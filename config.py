@@ -84,10 +84,17 @@ class Objective(UpdateOptions):
     """Options of an RL update: the loss and its penalties."""
 
     clip_ratio: float = 0.2  # clip range epsilon of the policy ratio [paper: 0.2]
+    dual_clip: float = 3.0
+    """(only with several optimizer steps per step: before the first, all ratios are 1)
+    a token with a negative advantage has no gradient if its ratio is above this;
+    0: no limit [paper: 0]"""
     value_clip: float = 0.5  # clip range of the critic's values, in units of return [paper: 0.5]
     kl_loss_coef: float = 0.0
     """weight of the KL term (against the initial policy) in the loss [paper: 1e-3]"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator for the KL loss term [paper: k3]
+    kl_clamp: float = 0.0
+    """largest KL of a single token in the loss (nats); beyond it, the token has no KL gradient;
+    0: no limit [paper: 10]"""
     entropy_coef: float = 0.0  # weight of the entropy bonus in the loss [paper: 1e-3]
     sampler_is_cap: float = 2.0
     """cap on the importance weights (trainer's probability / sampler's probability);
@@ -349,6 +356,9 @@ class Config(RunConfig, Objective):
                 raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several values")
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
+        if 0 < self.dual_clip <= 1 + self.clip_ratio:
+            low = "1 + --clip-ratio"
+            raise Misuse(f"--dual-clip {self.dual_clip} must be 0 (off) or above {low}")
         if self.group_size < 2 and self.algorithm in GROUP_ALGORITHMS:
             raise Misuse(f"--group-size 1: {self.algorithm} compares samples; give at least 2")
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
@@ -364,6 +374,7 @@ class Config(RunConfig, Objective):
             yield "steps_scaling_inter", "--rounds-scheduler is fixed"
         if not self.kl_loss_coef:
             yield "kl_estimator", "--kl-loss-coef is 0"
+            yield "kl_clamp", "--kl-loss-coef is 0"
         if self.mini_batch_size > (n := self.trajectories_per_step):
             yield "mini_batch_size", f"a step has only {n} trajectories"
 
@@ -395,6 +406,8 @@ PAPER: dict[str, Any] = {
     "critic_learning_rate": 1e-5,
     "learning_rate_decay_steps": 0,
     "kl_loss_coef": 1e-3,
+    "kl_clamp": 10.0,
+    "dual_clip": 0.0,
     "entropy_coef": 1e-3,
     "loss_agg": "seq-mean",  # its scripts average over micro-batches of one trajectory each
     "save_every": 25,
@@ -563,7 +576,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "sampler_is_cap", "eval_every", "learning_rate_decay_steps"),
-    *("kl_coef", "kl_loss_coef", "entropy_coef", "sft_coef"),
+    *("kl_coef", "kl_loss_coef", "kl_clamp", "dual_clip", "entropy_coef", "sft_coef"),
 )
 FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at")
 

@@ -7,9 +7,10 @@ current policy π. PPO (arXiv 1707.06347, eq. 7) limits how far π can move away
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
 N is the number of policy tokens in the full mini-batch, and wₜ corrects for the difference between
-sampler and trainer. `policy_objective` adds an entropy bonus and a KL penalty. The reward only
-measures success, so without a penalty the policy can drift away from the language of its starting
-model. KL(π ‖ π_ref) measures this drift. It can be penalized in two places:
+sampler and trainer. If Aₜ < 0, ρₜ is also bounded from above (dual clip). `policy_objective` adds
+an entropy bonus and a KL penalty. The reward only measures success, so without a penalty the policy
+can drift away from the language of its starting model. KL(π ‖ π_ref) measures this drift. It can be
+penalized in two places:
 
     in the reward   r′ₜ = rₜ − β · KLₜ      PPO for language models (arXiv 1909.08593, eq. 2)
     in the loss     L + β · mean KL         GRPO (arXiv 2402.03300, eq. 3)
@@ -42,6 +43,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from config import Objective
 
+MAX_LOG_RATIO = 20.0  # in nats; exp(20) is 5e8, and float32 overflows at exp(89)
+
 
 class PolicyLoss(NamedTuple):
     """Scalars. Only loss has a gradient; the others are detached means over policy tokens."""
@@ -50,6 +53,8 @@ class PolicyLoss(NamedTuple):
     clip_frac: Tensor  # share of tokens whose gradient the clip removed
     ratio_mean: Tensor  # mean of ρ; 1 before the first optimizer step
     approx_kl: Tensor  # k3 estimate of KL(π_old ‖ π), nats per token
+    dual_clip_frac: Tensor  # share of tokens whose gradient the dual clip removed
+    log_ratio_clamp_frac: Tensor  # share of tokens with |log ρ| above MAX_LOG_RATIO
 
 
 class ValueLoss(NamedTuple):
@@ -103,13 +108,18 @@ def policy_loss(
     clip_ratio: float = 0.2,
     denominator: float | None = None,
     is_weights: Tensor | None = None,
+    dual_clip: float = 0.0,
 ) -> PolicyLoss:
     """PPO's clipped objective (arXiv 1707.06347, eq. 7) as a loss, mean over policy tokens.
 
-        L = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
+        J = min( ρ A, clip(ρ, 1 − ε, 1 + ε) A )
+        J ← max( J, c A )  if A < 0             dual clip (arXiv 1912.09729, eq. 5)
+        L = − 1/N Σₜ wₜ Jₜ
 
     The min makes the clip one-sided. If A > 0, the token is no longer pushed up when ρ > 1 + ε. If
-    A < 0, it is no longer pushed down when ρ < 1 − ε. Moving back is never clipped.
+    A < 0, it is no longer pushed down when ρ < 1 − ε. Moving back is not clipped, so for A < 0 the
+    gradient ρ A has no limit. At log ρ = 20 it is 5e8 A, and after gradient clipping nothing is
+    left of the other tokens. The dual clip removes the gradient of such a token when ρ > c.
 
     Args:
         log_probs: (B, T) of the current policy, with gradient.
@@ -119,8 +129,10 @@ def policy_loss(
         clip_ratio: ε.
         denominator: policy tokens in the full mini-batch; None: count those in this call.
         is_weights: (B, T) w from `sampler_is_weights`; None: 1 everywhere.
+        dual_clip: c, above 1; 0: no dual clip.
     Returns:
-        PolicyLoss. Non-finite inputs on policy tokens give a non-finite loss, not an error.
+        PolicyLoss. NaN on a policy token gives a NaN loss, not an error. A large log ratio does
+        not: it is clamped to ±20 nats before exp.
     Raises:
         ValueError: shapes differ.
     """
@@ -135,18 +147,25 @@ def policy_loss(
     # NOTE: select before exp, not only in the mean. The value of where(mask, exp(x), 0) is finite,
     # but its gradient is 0 · inf = NaN. Selecting here blocks the gradient of all masked tokens.
     log_ratio = torch.where(mask, log_probs - old_log_probs.detach(), 0.0)  # (B, T)  log ρ
+    is_clamped = log_ratio.abs() > MAX_LOG_RATIO  # (B, T)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     advantages = advantages.detach()  # (B, T)
     ratio = log_ratio.exp()  # (B, T)  ρ
     unclipped = ratio * advantages  # (B, T)
     clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages  # (B, T)
     objective = torch.minimum(unclipped, clipped)  # (B, T)
+    is_dual_clipped = (advantages < 0) & (ratio > (dual_clip or math.inf))  # (B, T)
+    objective = torch.where(is_dual_clipped, dual_clip * advantages, objective)
     if is_weights is not None:
         objective = objective * is_weights.detach()
     with torch.no_grad():
         clip_frac = masked_mean((clipped < unclipped).to(ratio.dtype), mask, denominator)
         ratio_mean = masked_mean(ratio, mask, denominator)
         approx_kl = masked_mean(ratio - 1 - log_ratio, mask, denominator)
-    return PolicyLoss(-masked_mean(objective, mask, denominator), clip_frac, ratio_mean, approx_kl)
+        dual_clip_frac = masked_mean(is_dual_clipped, mask, denominator)
+        clamp_frac = masked_mean(is_clamped, mask, denominator)
+    loss = -masked_mean(objective, mask, denominator)
+    return PolicyLoss(loss, clip_frac, ratio_mean, approx_kl, dual_clip_frac, clamp_frac)
 
 
 def value_loss(
@@ -238,7 +257,11 @@ def kl_estimate(
 
         k1 = − log r              unbiased, negative on half the tokens
         k2 = ½ (log r)²           biased, never negative
-        k3 = (r − 1) − log r      unbiased, never negative (verl: "low_var_kl"; GRPO, eq. 4)
+        k3 = (r − 1) − log r      unbiased, never negative (GRPO, eq. 4)
+
+    k3 grows like r = exp(log r). At log r = 7 it is 1089 with gradient −1096, so one token can
+    decide the step. verl's "low_var_kl" is k3 clamped at 10; `--kl-clamp 10` does the same in the
+    loss. Here log r is only clamped at 20, so that k3 stays finite.
 
     These properties hold for the *values*. In a loss on fresh samples, only the gradient of each
     token matters (arXiv 2506.09477): E[∇k1] = 0, so k1 is no penalty; E[∇k2] = ∇KL(π ‖ π_ref);
@@ -259,6 +282,7 @@ def kl_estimate(
         return -log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio  # k3; expm1: r − 1 without cancellation near r = 1
 
 
@@ -354,9 +378,10 @@ class LossTerm(NamedTuple):
 
 
 def kl_to_reference(s: LossInput, objective: Objective) -> Tensor:
-    """KL(π ‖ π_ref) per token, (B, T)."""
+    """KL(π ‖ π_ref) per token, (B, T); with --kl-clamp at most that, without gradient beyond."""
     assert s.ref_log_probs is not None
-    return kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
+    kl = kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
+    return kl.clamp(max=objective.kl_clamp or math.inf)
 
 
 # To add a term, write a function, add it here, and add an option in Objective and a glossary entry.
@@ -398,6 +423,7 @@ def policy_objective(
         objective.clip_ratio,
         denominator,
         is_weights,
+        objective.dual_clip,
     )
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:
@@ -414,11 +440,22 @@ def policy_objective(
         **terms,
         "policy/clip_frac": clipped.clip_frac,
         "policy/approx_kl": clipped.approx_kl,
+        "policy/dual_clip_frac": clipped.dual_clip_frac,
+        "policy/log_ratio_clamp_frac": clipped.log_ratio_clamp_frac,
         "sampler/log_prob_diff_mean": masked_mean(gap, mask, denominator),
         "max:sampler/log_prob_diff_max": gap.max(),
     }
     if is_weights is not None:
         metrics["sampler/is_weight_mean"] = masked_mean(is_weights, mask, denominator)
+    if s.ref_log_probs is not None:
+        with torch.no_grad():
+            k3 = kl_estimate(s.log_probs, s.ref_log_probs, "k3", mask)  # (B, T)
+            kl = kl_to_reference(s, objective)  # (B, T)
+        metrics["max:policy/kl_max"] = k3.max()
+        if objective.kl_clamp:
+            metrics["policy/kl_clamp_frac"] = masked_mean(
+                kl >= objective.kl_clamp, mask, denominator
+            )
     return loss, metrics
 
 

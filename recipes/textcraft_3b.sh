@@ -50,7 +50,7 @@ TRAIN=(
     --tasks-per-step 32 --group-size 8 --mini-batch-size 64
     --max-tokens-per-turn 512 --max-trajectory-tokens 10752 --temperature 1.0
     --learning-rate 1e-6 --learning-rate-decay-steps 0 --clip-ratio 0.2
-    --kl-loss-coef 1e-3 --entropy-coef 1e-3 --loss-agg seq-mean
+    --kl-loss-coef 1e-3 --kl-clamp 10 --dual-clip 0 --entropy-coef 1e-3 --loss-agg seq-mean
     --eval-every 25 --save-every 25 --eval-tasks "$RUN_DIR/held_out.json"
 )
 TEST=(

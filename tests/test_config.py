@@ -203,6 +203,7 @@ MISUSE = {
     "--subtasks": "--subtasks needs at least one value",
     # contradictions
     "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
+    "--dual-clip 1.1": "--dual-clip 1.1 must be 0 (off) or above 1 + --clip-ratio",
     "--group-size 1": "--group-size 1",
     "--max-tokens-per-turn 2000": "--max-tokens-per-turn 2000",
     "--kl-target 0.1": "--kl-target",

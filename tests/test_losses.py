@@ -2,6 +2,7 @@
 
 import doctest
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def split_losses(batch, slices, denominator, dtype):
     new, old, advantages, loss_mask = batch
     log_probs = new.clone().requires_grad_()
     values = advantages.clone().requires_grad_()
-    sums = torch.zeros(8, dtype=dtype)
+    sums = torch.zeros(10, dtype=dtype)
     for s in slices:
         policy = policy_loss(
             log_probs[s], old[s], advantages[s], loss_mask[s], denominator=denominator
@@ -362,6 +363,9 @@ def test_the_loss_of_a_step_and_its_metrics_by_hand():
             "policy/kl": kl,
             "policy/clip_frac": 2 / 6,
             "policy/approx_kl": (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 6,
+            "policy/dual_clip_frac": 0,
+            "policy/log_ratio_clamp_frac": 0,
+            "max:policy/kl_max": 4 - 1 - math.log(4),  # k3, although the loss has k2
             "sampler/log_prob_diff_mean": (math.log(1.25) + math.log(4)) / 6,
             "max:sampler/log_prob_diff_max": math.log(4),
             "sampler/is_weight_mean": (0.8 + 2 + 1) / 6,
@@ -378,6 +382,27 @@ def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
     assert ("sampler/is_weight_mean" in metrics) == (weights is not None)
     if weights:
         assert metrics["sampler/is_weight_mean"].item() == pytest.approx(sum(weights) / 3)
+
+
+@pytest.mark.parametrize(
+    ("clamp", "kl", "gradient"), [(0, math.exp(7) - 8, 1 - math.exp(7)), (10, 10, 0)]
+)
+def test_the_kl_clamp_removes_the_gradient_of_tokens_far_from_the_reference(clamp, kl, gradient):
+    """Log ratios 7, 1 and 0. Without the clamp, the first token decides the step."""
+    log_probs = torch.tensor([[-7.0, -1.0, 0.0, -90.0]]).double().requires_grad_()
+    s = replace(
+        loss_input(ref=torch.zeros(1, 4).double()),
+        log_probs=log_probs,
+        old_log_probs=log_probs.detach(),
+        advantages=torch.zeros(1, 4).double(),
+    )
+    objective = Objective(kl_loss_coef=1.0, kl_clamp=clamp, sampler_is_cap=0)
+    loss, metrics = policy_objective(s, objective, 3)
+    loss.backward()
+    assert (3 * log_probs.grad[0]).tolist() == pytest.approx([gradient, 1 - math.e, 0, 0])
+    assert metrics["policy/kl"].item() == pytest.approx((kl + math.e - 2) / 3)
+    assert metrics["max:policy/kl_max"].item() == pytest.approx(math.exp(7) - 8)
+    assert metrics.get("policy/kl_clamp_frac", 0) == pytest.approx(1 / 3 if clamp else 0)
 
 
 def test_weighted_imitation_by_hand():

@@ -371,6 +371,31 @@ def test_old_log_probs_are_not_needed_if_there_is_one_optimizer_step(batch, adva
     assert metrics["policy/clip_frac"] == 0
 
 
+@pytest.mark.parametrize("advantage", [-3.0, 3.0])
+@pytest.mark.parametrize(("log_ratio", "clamped"), [(19.0, 0), (100.0, 1)])
+def test_one_token_with_a_huge_ratio_does_not_keep_the_others_from_learning(
+    batch, advantages, log_ratio, clamped, advantage
+):
+    """Its gradient would be exp(19) times that of the others, or not finite."""
+    row, column = 0, LENGTHS[0] - 1
+    policy = make_policy()
+    before = log_probs_of(policy, batch)
+    old, advantages = before.clone(), advantages.clone()
+    old[row, column] -= log_ratio
+    advantages[row, column] = advantage
+    without = advantages.clone()
+    without[row, column] = 0.0
+    objective = replace(WIDE, max_grad_norm=1.0)
+    expected, _ = sgd_update(batch, without, objective, lr=1e-2, old_log_probs=old)
+    metrics = policy_step(policy, sgd(policy, 1e-2), batch, advantages, objective, old)
+    torch.testing.assert_close(flat(policy) - flat(make_policy()), expected, atol=1e-6, rtol=1e-4)
+    assert ((log_probs_of(policy, batch) - before) * without).sum() > 0
+    num_tokens = sum(POLICY_TOKENS)
+    assert metrics["policy/log_ratio_clamp_frac"] == pytest.approx(clamped / num_tokens)
+    assert metrics["policy/dual_clip_frac"] == pytest.approx((advantage < 0) / num_tokens)
+    assert metrics["policy/skipped_steps"] == 0
+
+
 def test_the_critic_moves_towards_the_returns(batch):
     critic = make_critic()
     returns = batch.loss_mask * torch.linspace(0, 1, len(batch))[:, None]
