@@ -152,6 +152,7 @@ class RolloutHandler(Trajectory):
     advantages: list[float] | None = None
     # (length, hash) of each prompt sent
     _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    _num_cut_turns: int = field(default=0, repr=False)
 
     def start(self, chat: ChatTemplate, prompt: list[dict[str, str]], observation: str) -> None:
         """Begin the sequence with the environment's prompt and first observation."""
@@ -169,9 +170,14 @@ class RolloutHandler(Trajectory):
         return True
 
     def add_action(
-        self, chat: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float]
+        self,
+        chat: ChatTemplate,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        is_cut: bool = False,
     ) -> Turn:
-        """Append an action that the policy sampled; only its tokens get loss_mask 1.
+        """Append an action that the policy sampled; only its tokens get loss_mask 1. `is_cut`: it
+        ended at a token limit, not at a stop token.
 
         Raises:
             ValueError: token_ids and log_probs differ in length, or are empty.
@@ -190,6 +196,7 @@ class RolloutHandler(Trajectory):
             self._append([chat.end_of_turn])
         self.messages.append({"role": "assistant", "content": turn.action_text})
         self.turns.append(turn)
+        self._num_cut_turns += is_cut
         return turn
 
     def next_prompt(self) -> list[int]:
@@ -213,6 +220,10 @@ class RolloutHandler(Trajectory):
     def stop(self, reason: str, success: bool = False) -> None:
         super().stop(reason, success)
         self.check()
+
+    @property
+    def num_cut_turns(self) -> int:
+        return self._num_cut_turns
 
     @property
     def is_valid(self) -> bool:

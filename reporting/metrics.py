@@ -27,6 +27,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from envs import ENVS, env_name
@@ -46,6 +47,8 @@ METRICS: dict[str, str] = {
     "train/action_tokens_mean": "mean number of tokens sampled in a valid trajectory (tokens)",
     "train/trajectory_tokens_mean": "mean length of a valid trajectory, prompt included (tokens)",
     "train/parse_error_rate": "share of turns whose action could not be parsed (0..1)",
+    "train/cut_turn_rate": "share of turns cut at their token limit (0..1)",
+    "train/turn_tokens_median": "median number of tokens sampled in a turn (tokens)",
     "train/repeated_token_rate": "share of sampled tokens in 4-grams that already occurred in "
     "the turn (0..1)",
     "train/groups": "groups, i.e. tasks with at least one valid trajectory (count)",
@@ -183,6 +186,8 @@ def summarize_trajectories(
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
         "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
+        "train/cut_turn_rate": sum(t.num_cut_turns for t in valid) / len(turns) if turns else None,
+        "train/turn_tokens_median": median(map(len, actions)) if actions else None,
         "train/repeated_token_rate": num_repeated / max(num_sampled, 1),
         "train/groups": len(returns_of_group),
         "train/groups_zero_variance": sum(map(are_equal, returns_of_group.values())),

@@ -83,6 +83,27 @@ RULES = {
     # KL to the reference, in nats per token; at 10 the reference finds a sampled token
     # e^10 times less likely than the policy does.
     "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
+    # Largest KL to the reference of a single token (k3); at 1000 its gradient is -1000. In healthy
+    # steps of public 3B runs all tokens together had at most 200 nats. Runs that collapsed had
+    # single tokens above that, and later 900 nats per token on average.
+    "kl_max": Rule(1e3, 1e5, 3, 5, "set --kl-clamp 10, or lower --learning-rate"),
+    # Share of turns cut at their token limit, minus that share at the start. A policy that forgets
+    # to end its turns reaches 1. An untrained one starts near 1 and raises no alarm.
+    "cut_turns": Rule(
+        *(0.2, 0.5, 3, 5),
+        "read the trajectories; raise --max-tokens-per-turn if the turns make sense, otherwise "
+        "lower --learning-rate or raise --kl-loss-coef",
+    ),
+    # Median number of tokens in a turn, relative to the start. Runs that learn also get terse: a
+    # public run went from about 60 to 12 tokens and still improved. So a fall stops only a run
+    # whose turns are practically empty. Recorded: 0.95 to 1.04.
+    "short_turns": Rule(
+        *(0.2, 0.02, 3, 5, "read the trajectories; raise --entropy-coef or --kl-loss-coef"),
+        falls=True,
+    ),
+    "long_turns": Rule(
+        *(3, 10, 3, 5, "read the trajectories; lower --learning-rate or raise --kl-loss-coef")
+    ),
     # Share of sampled tokens in 4-grams that occurred earlier in the same action. TextCraft's
     # oracle has 0.01 with a word vocabulary and 0.25 with characters; a looping action is near 1.
     "repeated_tokens": Rule(
@@ -115,7 +136,7 @@ RULES = {
 }
 MIN_GRAD_NORM = 0.1  # smallest median used; 10 times this is --max-grad-norm, where clipping begins
 RECENT_GRAD_NORMS, MIN_GRAD_NORMS = 20, 5  # window of the median; no check with fewer than 5
-FIRST_ENTROPIES = 10  # number of steps that define the initial entropy
+FIRST_STEPS = 10  # number of steps whose median is the start of a run
 RECENT_RATES = 5  # window of a median, so that one lucky step does not become the best
 
 
@@ -143,6 +164,8 @@ class Sentinels:
     stop_streaks: dict[str, int] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)  # the last 20
     entropies: list[float] = field(default_factory=list)  # the first 10
+    cut_rates: list[float] = field(default_factory=list)  # the first 10
+    turn_lengths: list[float] = field(default_factory=list)  # the first 10
     valid_rates: list[float] = field(default_factory=list)  # the last 5
     success_rates: list[float] = field(default_factory=list)  # the last 5
     best_valid: float = 0.0
@@ -181,19 +204,23 @@ class Sentinels:
             yield "non_finite", skipped, RULES["non_finite"].limits(), text
         if skipped:  # the means are incomplete, so an entropy of 0 would not show a collapse
             finite = {name: v for name, v in finite.items() if not name.startswith("policy/")}
-        entropy = finite.get("policy/entropy")
-        if entropy is not None and len(self.entropies) < FIRST_ENTROPIES:
-            self.entropies.append(entropy)
-        elif entropy is not None:
-            start = median(self.entropies)
+        for entropy, start in _with_start(self.entropies, finite.get("policy/entropy")):
             text = f"entropy {entropy:.3g} nats, initially {start:.3g}"
             low, high = RULES["entropy_floor"], RULES["entropy_explosion"]
             yield "entropy_floor", entropy, low.limits(times=start), text
             yield "entropy_explosion", entropy, high.limits(plus=start), text
+        for cut, start in _with_start(self.cut_rates, finite.get("train/cut_turn_rate")):
+            text = f"{cut:.1%} of the turns are cut at their token limit, initially {start:.1%}"
+            yield "cut_turns", cut, RULES["cut_turns"].limits(plus=start), text
+        for length, start in _with_start(self.turn_lengths, finite.get("train/turn_tokens_median")):
+            text = f"the median turn has {length:g} tokens, initially {start:g}"
+            for name in ("short_turns", "long_turns"):
+                yield name, length, RULES[name].limits(times=start), text
 
         for name, metric, text in (
             ("approx_kl", "policy/approx_kl", "nats/token of KL from one step's update"),
             ("kl", "policy/kl", "nats/token of KL to the reference"),
+            ("kl_max", "policy/kl_max", "nats of KL to the reference at a single token"),
             ("repeated_tokens", "train/repeated_token_rate", "of the sampled tokens are repeats"),
         ):
             if metric in finite:
@@ -258,6 +285,15 @@ def _skipped(metrics: Mapping[str, Any], finite: Mapping[str, float]) -> float |
             return max(skipped, 1.0)
     is_update = finite.get("policy/optimizer_steps") or finite.get("policy/grad_norm")
     return skipped if skipped or is_update else None
+
+
+def _with_start(first: list[float], value: float | None) -> Iterator[tuple[float, float]]:
+    """The value and the start of the run, the median of its first values; nothing while these are
+    being collected."""
+    if value is not None and len(first) < FIRST_STEPS:
+        first.append(value)
+    elif value is not None:
+        yield value, median(first)
 
 
 def _best(best: float, recent: list[float], rate: float) -> float:

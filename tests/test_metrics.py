@@ -39,6 +39,7 @@ class Trajectory:
     turns: tuple[Turn, ...] = (Turn(), Turn())
     used_in_loss: bool = True
     is_valid: bool = True
+    num_cut_turns: int = 0
     input_ids: tuple[int, ...] = field(default=tuple(range(10)))
 
     @property
@@ -73,7 +74,7 @@ def test_the_summary_of_a_hand_worked_step():
     trajectories = [
         Trajectory(0, 1.0, "success"),
         Trajectory(0, 0.5, "max_rounds", turns=(Turn(), Turn("no Action: line"), Turn(), Turn())),
-        Trajectory(1, 0.0, "failure"),
+        Trajectory(1, 0.0, "failure", num_cut_turns=2),
         Trajectory(1, 0.0, "length", loss_mask=(0, 1, 0, 0, 0, 0, 0, 0, 0, 0), used_in_loss=False),
     ]
     summary = summarize_trajectories(trajectories)
@@ -84,6 +85,7 @@ def test_the_summary_of_a_hand_worked_step():
         "success_rate": 0.25,  # a return of 0.5 is not a success
         "turns_mean": 2.5,
         "parse_error_rate": 1 / 10,  # of turns, not trajectories
+        "cut_turn_rate": 2 / 10,
         "groups": 2,
         "groups_zero_variance": 1,
         "trajectories_used": 3,
@@ -102,7 +104,9 @@ def test_repeated_tokens_are_counted_within_each_turn():
     ids = (1, 2, *[7, 8] * 6, 20, 21, 22, 23)
     turns = (Turn(action_span=(2, 14)), Turn(action_span=(14, 18)))
     looping = Trajectory(0, 0.0, turns=turns, input_ids=ids)
-    assert summarize_trajectories([looping])["train/repeated_token_rate"] == 10 / 16
+    summary = summarize_trajectories([looping])
+    assert summary["train/repeated_token_rate"] == 10 / 16
+    assert summary["train/turn_tokens_median"] == (12 + 4) / 2
     assert summarize_trajectories([Trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
 
 

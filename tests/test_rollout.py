@@ -157,10 +157,13 @@ def test_a_turn_that_the_trajectory_budget_cuts_is_not_played(chat):
     assert draw(handler, WORDS)[-3:] == ["[open]", "[door]", "<e>"]
     assert handler.stop_reason == "length" and handler.truncated and not handler.terminated
     assert not steps and handler.total_return == 0.0 and not handler.success
-    assert handler.is_valid and not pool.open
+    assert handler.is_valid and not pool.open and handler.num_cut_turns == 1
 
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_trajectory_tokens=19))
     assert handler.stop_reason == "success" and len(steps) == 1 and handler.total_return == 1.0
+    assert handler.num_cut_turns == 0
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(max_tokens_per_turn=2))
+    assert handler.num_cut_turns == 1, "without its stop token, although the turn is played"
 
 
 @pytest.mark.parametrize("budget", range(10, 60))

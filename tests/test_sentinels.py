@@ -27,6 +27,9 @@ HEALTHY = {
     "policy/entropy": 0.1,
     "policy/approx_kl": 0.001,
     "policy/kl": 0.02,
+    "policy/kl_max": 50.0,
+    "train/cut_turn_rate": 0.1,
+    "train/turn_tokens_median": 60.0,
     "train/repeated_token_rate": 0.02,
     "train/parse_error_rate": 0.05,
     "train/groups": 8,
@@ -45,6 +48,15 @@ CASES = {
     "entropy_explosion": ({"policy/entropy": 1.5}, {"policy/entropy": 4.0}, (1.1, 3.1), (3, 5)),
     "approx_kl": ({"policy/approx_kl": 0.2}, {"policy/approx_kl": 2.0}, (0.1, 1.0), (1, 3)),
     "kl": ({"policy/kl": 2.0}, {"policy/kl": 20.0}, (1.0, 10.0), (3, 5)),
+    "kl_max": ({"policy/kl_max": 2e3}, {"policy/kl_max": 2e5}, (1e3, 1e5), (3, 5)),
+    "cut_turns": ({"train/cut_turn_rate": 0.4}, {"train/cut_turn_rate": 0.9}, (0.3, 0.6), (3, 5)),
+    "short_turns": (
+        *({"train/turn_tokens_median": 8}, {"train/turn_tokens_median": 1}, (12, 1.2), (3, 5)),
+    ),
+    "long_turns": (
+        *({"train/turn_tokens_median": 200}, {"train/turn_tokens_median": 800}),
+        *((180, 600), (3, 5)),
+    ),
     "repeated_tokens": (
         *({"train/repeated_token_rate": 0.4}, {"train/repeated_token_rate": 0.95}),
         *((0.3, 0.6), (2, 3)),
@@ -184,6 +196,7 @@ RUNS = {
         rows_of("policy/entropy", *[9.0] * 3, None, *[0.5] * 7, 0.05, 0.05, 0.05),
         ["warn"],
     ),
+    "cut from the start": (rows_of("train/cut_turn_rate", *[0.9] * 10, *[1.0] * 30), []),
     "just above a tenth": (rows_of("policy/entropy", *[9.0] * 3, *[0.5] * 7, *[0.051] * 9), []),
 }
 

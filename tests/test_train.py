@@ -65,6 +65,7 @@ def run_dir(tmp_path_factory):
             kl_coef=0.1,
             kl_target=0.01,
             kl_loss_coef=0.1,
+            kl_clamp=10.0,
             ppo_epochs=2,
             steps=3,
             keep_last=1,
