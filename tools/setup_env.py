@@ -5,8 +5,9 @@ requirements. Later runs only compare a hash with `.venv/setup.json`.
 
 There are two sets: `cpu` (requirements.txt), and `cuda` (requirements-cuda.txt) if `nvidia-smi`
 lists a GPU. The cpu set is installed from its lock file with `--no-deps`, so the lock names every
-package. Not every package index has `torch==2.13.0+cpu`, the build without CUDA, so this file tries
-three ways in this order:
+package. pip resolves the cuda set and an environment's packages itself, within the lock's versions.
+The locks hold no hashes (docs/robustness.md). Not every package index has `torch==2.13.0+cpu`, the
+build without CUDA, so this file tries three ways in this order:
 
     1  pip  torch==2.13.0+cpu
     2  uv   torch==2.13.0 with --torch-backend=cpu, which uses an index of CPU builds

@@ -31,9 +31,13 @@ Id Lists: ids/babyai_*.json, written once by envs/babyai/__main__.py at commit 7
 
 Differences from AgentGym's server, whose results are therefore not comparable:
     Any positive return is a success; AgentGym's server ends an episode only after a reward above
-    0.5. We correct minigrid's wrong verdict on level 16. "toggle" also opens boxes, which level 26
-    needs, and closes doors. We rewrote what the agent reads, with a third fewer words. Level 4 is a
-    6 x 6 room, as its name says.
+    0.5. A walk stops when the mission is fulfilled; there, moves that follow can lose the reward.
+    "go through" ends one cell further. Walks use only cells in view. Of objects at the same
+    distance, the one less far ahead has the lower number; there, the one further ahead. Doors are
+    named without their state. "then" and "after you" in a mission are shown; there, they read
+    "and". We correct minigrid's wrong verdict on level 16. "toggle" also opens boxes, which level
+    26 needs, and closes doors. We rewrote what the agent reads, with a third fewer words. Level 4
+    is a 6 x 6 room, as its name says.
 
     >>> env = BabyAI()
     >>> print(env.reset(task_index=3))
