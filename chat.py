@@ -2,8 +2,9 @@
 
 A tokenizer's template renders a list of messages as one string. Rendering the conversation again
 at every turn would be wrong for training: decoding sampled ids and encoding the text again can give
-different ids, and some templates rewrite earlier messages (Qwen3 removes the thinking). The prompt
-of a turn would then differ from the tokens that the policy saw and wrote in earlier turns.
+different ids, and some templates rewrite earlier messages (Qwen3 removes the thinking, Mistral 0.3
+moves the system text to the last user message). The prompt of a turn would then differ from the
+tokens that the policy saw and wrote in earlier turns.
 
 `ChatTemplate` therefore extracts the text between turns only once. A trajectory then grows by
 appending three kinds of pieces:
@@ -18,24 +19,35 @@ For ChatML (Qwen, SmolLM2) the pieces are
     sampled ids ... <|im_end|>
     ⏎<|im_start|>user⏎ | OBS | <|im_end|>⏎<|im_start|>assistant⏎
 
-To find them, the class renders a conversation of markers and cuts the result at the markers.
+To find them, the class renders a conversation of markers and cuts the result at the markers. Some
+templates begin an answer in the history differently from the end of the prompt. Then
+    the prompt opens a thought (Qwen3.5, DeepSeek-R1): a demonstration without one closes it first
+    the history has an empty thought (GLM 4.5): such a demonstration writes it, the policy may think
+    the history has a blank (Llama 2, Mistral): it belongs to the action
+    the history has other text (gpt-oss: <|channel|>final<|message|>): it ends every prompt. So
+        gpt-oss answers without analysis
 
 Text from an environment is untrusted. If a web page contains `<|im_end|>`, this text becomes plain
-characters and not the control token, provided that the tokenizer marks the token as special.
+characters and not the control token. Control tokens are those that the tokenizer marks as special,
+and all added tokens in the template's own text. Contents are never trimmed.
 
 Read next: `batching.py`, which turns trajectories into tensors.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import count
 from typing import Any
 
-from jinja2 import TemplateError
+Piece = tuple[str, str]  # a text and the role of its author; "" for the template's own text
 
-USER, ASSISTANT, SECOND = "⟦first observation⟧", "⟦first action⟧", "⟦second observation⟧"
+OPEN, CLOSE = "<think>", "</think>"
+ANCHOR = "⟧"
+SAMPLE = ("Goal: a log.", "Thought: easy.\nAction: get 1 log", "Got 1 log.", "go on", "Yes.")
 
 
 def is_encodable(text: str) -> bool:
@@ -52,42 +64,36 @@ class ChatTemplate:
             (models.stop_ids_of). Sampling ends at any of them; the action text excludes it.
 
     Raises:
-        ValueError: the template cannot be cut, because it has no end-of-turn token or because it
-            rewrites message contents.
+        ValueError: the template fails, has no end-of-turn token, rewrites message contents, or
+            changes from turn to turn; or the tokenizer encodes pieces differently from the whole.
     """
 
     def __init__(self, tokenizer: Any, more_stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        # NOTE: each call sets a switch inside the tokenizer: recognise control tokens or not.
-        # Threads that share a tokenizer would change it for each other, so plain text uses a copy.
-        self._plain = copy.deepcopy(tokenizer)
-        added_tokens = tokenizer.added_tokens_decoder.values()
-        specials = (str(token) for token in added_tokens if token.special)
-        self._control_texts = {*tokenizer.all_special_tokens, *specials}
-        self.plain("")  # set the switch of the copy now, before any thread uses it
-        history = [
-            {"role": "user", "content": USER},
-            {"role": "assistant", "content": ASSISTANT},
-            {"role": "user", "content": SECOND},
-        ]
-        text = self._render(history)
-        try:
-            separator = text[text.index(ASSISTANT) + len(ASSISTANT) : text.index(SECOND)]
-            self._tail = self._control(text[text.index(SECOND) + len(SECOND) :])
-        except ValueError as error:
-            raise ValueError(
-                "the chat template drops or rewrites message contents, so it cannot be used here"
-            ) from error
-        ids = self._control(separator)
-        special_ids = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        if not ids or ids[0] not in special_ids:
-            raise ValueError(
-                "the chat template must end an assistant turn with a control token, but ends it "
-                f"with {separator!r}"
-            )
-        self.end_of_turn, self._separator = ids[0], ids[1:]
+        self._known_ids = lru_cache(64)(partial(tokenizer.encode, add_special_tokens=False))
+        added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+        added |= zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        # Gemma's line breaks are added tokens, too, but they control nothing.
+        self._marks = {mark: i for mark, i in added.items() if mark.strip("▁ \t\r\n")}
+        roles = ("user", "assistant", "user", "assistant", "user")
+        history = [{"role": r, "content": c} for r, c in zip(roles, SAMPLE, strict=True)]
+        pieces = self._pieces(history)
+        start, before, separator, *more, tail = [text for text, role in pieces if not role]
+        if more != [before, separator]:
+            parts = f"{[before, separator]} around one action, {more} around the next"
+            raise ValueError(f"the chat template changes from turn to turn: {parts}")
+        self._cut_separator(separator)
+        self._cut_tail(before, tail)
         stops = {self.end_of_turn, tokenizer.eos_token_id, *more_stops}
         self.stop_token_ids = tuple(sorted(stops - {None}))
+        with suppress(ValueError):  # the template rejects system messages
+            pieces += self._pieces([{"role": "system", "content": "rules"}, *history])
+        template = self._lead + "".join(text for text, role in pieces if not role)
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special |= {*tokenizer.all_special_ids}
+        special -= {tokenizer.unk_token_id} & {*self._ids_of("\U000ffffd")}  # unknown characters
+        self._control = {i: m for m, i in self._marks.items() if i in special or m in template}
+        self._check_encoding(start)
 
     def opening(self, prompt: list[dict[str, str]], observation: str) -> list[int]:
         """Ids from the start of the sequence to the beginning of the assistant's first turn.
@@ -96,37 +102,88 @@ class ChatTemplate:
             prompt: messages before the first observation (system, or user and assistant).
             observation: the environment's first text.
         """
-        untrusted = {USER: observation}  # marker in the rendered chat -> text
-        messages = []
-        for i, message in enumerate(prompt):
-            if any(token in message["content"] for token in self._control_texts):
-                untrusted[f"⟦turn {i}⟧"] = message["content"]
-                message = message | {"content": f"⟦turn {i}⟧"}
-            messages.append(message)
-        text = self._render([*messages, {"role": "user", "content": USER}])
-        parts = re.split(f"({'|'.join(map(re.escape, untrusted))})", text)
-        encoded = (self.plain(untrusted[p]) if p in untrusted else self._control(p) for p in parts)
-        return [token for ids in encoded for token in ids]
+        *pieces, (end, _) = self._pieces([*prompt, {"role": "user", "content": observation}])
+        return self._encode([*pieces, (end.removesuffix(self._prompt_end) + self._tail, "")])
 
     def observation(self, text: str) -> list[int]:
         """Ids from after the end-of-turn token to the beginning of the assistant's next turn."""
-        return self._separator + self.plain(text) + self._tail
+        return self._encode([(self._header, ""), (text, "user"), (self._tail, "")], self._end)
 
     def action(self, text: str) -> list[int]:
-        """Ids of an action given as text (a demonstration), including the end-of-turn token."""
-        return [*self.plain(text), self.end_of_turn]
+        """Ids of an action given as text (a demonstration), including the end-of-turn token.
+
+        Raises:
+            ValueError: the action has a thought, but the prompt ends with a thought that is closed.
+        """
+        lead = self._lead
+        if OPEN in text or CLOSE in text:
+            if self._tail.rstrip().endswith(CLOSE):
+                hint = "but a demonstration has one: remove thoughts from the data"
+                raise ValueError(f"the chat template closes the thought before an action, {hint}")
+            lead = self._lead_of_thought
+            text = text.removeprefix(OPEN).lstrip("\n") if self._thought else text
+        pieces = [(lead, ""), (text, "assistant"), (self._trail, "")]
+        return [*self._encode(pieces, self._tail), self.end_of_turn]
 
     def plain(self, text: str) -> list[int]:
         """Ids of untrusted text. Control tokens in it are encoded as ordinary characters."""
-        return self._plain.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._encode([(text, "user")], ANCHOR)
 
     def text_of(self, action_ids: list[int]) -> str:
-        """Text of an action, without its stop token."""
+        """Text of an action, without its stop token and without the template's text around an
+        action. If the prompt opened the action's thought, the text begins with `<think>`, too."""
         end = len(action_ids) - (1 if action_ids and action_ids[-1] in self.stop_token_ids else 0)
-        return self.tokenizer.decode(action_ids[:end], skip_special_tokens=False)
+        text = self.tokenizer.decode(action_ids[:end], skip_special_tokens=False)
+        text = text.removesuffix(self._trail)
+        if text.startswith(self._lead):
+            return text[len(self._lead) :]
+        return self._thought + text.removeprefix(self._lead_of_thought)
 
-    def _control(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    # ------------------------------------------------------------------------ cutting the template
+
+    def _cut_separator(self, separator: str) -> None:
+        """trail | end of turn | header: the text between an action and the next observation."""
+        marks = sorted(self._marks, key=len, reverse=True)
+        end = re.search("|".join(map(re.escape, marks)) or "(?!)", separator)
+        if end is None or separator[: end.start()].strip():
+            raise ValueError(
+                "the chat template must end an assistant turn with a control token, but ends it "
+                f"with {separator!r}"
+            )
+        self._trail, self._end, self._header = separator.partition(end[0])
+        self.end_of_turn = self._marks[self._end]
+
+    def _cut_tail(self, before: str, tail: str) -> None:
+        """tail | lead: the text between an observation and an action. The prompt ends with the
+        tail, and the policy writes the lead. `before` is this text in the history, `tail` is it in
+        the generation prompt."""
+        self._prompt_end, self._thought, lead = tail, "", ""
+        closed = (CLOSE, *(mark for mark in self._marks if "think" not in mark.lower()))
+        if tail.rstrip().endswith(OPEN):
+            self._thought = tail[tail.rindex(OPEN) :]
+            blank = self._thought[len(OPEN) :]
+            lead = blank + CLOSE + 2 * blank
+        elif before.startswith(tail) and OPEN in before[len(tail) :]:
+            lead = before[len(tail) :]
+        elif tail != before and not (tail.startswith(before) and tail.rstrip().endswith(closed)):
+            tail = before
+        # A blank belongs to the first token of the text after it.
+        self._tail = tail if self._thought else tail.rstrip(" ")
+        self._lead = tail[len(self._tail) :] + lead
+        self._lead_of_thought = "" if self._thought else self._lead.partition(OPEN)[0]
+
+    def _pieces(self, messages: list[dict[str, str]]) -> list[Piece]:
+        """Render messages. Returns the template's texts and the contents, which alternate."""
+        contents = [(message["content"], message["role"]) for message in messages]
+        n = next(n for n in count() if not any(f"⟦text {n}." in text for text, _ in contents))
+        markers = {f"⟦text {n}.{i}⟧": content for i, content in enumerate(contents)}
+        text = self._render([{"role": role, "content": m} for m, (_, role) in markers.items()])
+        texts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+        if not {*markers} <= {*texts}:
+            raise ValueError(
+                "the chat template drops or rewrites message contents, so it cannot be used here"
+            )
+        return [markers.get(text, (text, "")) for text in texts]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         def render(chat: list[dict[str, str]]) -> str:
@@ -134,9 +191,11 @@ class ChatTemplate:
                 return self.tokenizer.apply_chat_template(
                     chat, tokenize=False, add_generation_prompt=True
                 )
-            except TemplateError as error:
-                reason = " ".join(str(error).split())[:200]
-                raise ValueError(f"the chat template rejects this chat: {reason}") from error
+            except Exception as error:  # a template is a program that comes with the model
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                raise ValueError(
+                    f"the chat template of {self.tokenizer.name_or_path} rejects a chat: {reason}"
+                ) from error
 
         if messages[0]["role"] != "system":
             return render(messages)
@@ -147,12 +206,72 @@ class ChatTemplate:
             text = render(messages)
             if first["content"].strip() in text:
                 return text
-        except Exception as error:
+        except ValueError as error:
             if not any(word in str(error).lower() for word in ("system", "role")):
                 raise
             problem = error
         joined = {"role": "user", "content": f"{first['content']}\n\n{second['content']}"}
         try:
             return render([joined, *later])
-        except Exception as error:
+        except ValueError as error:
             raise problem or error from None
+
+    # ------------------------------------------------------------------------------ encoding pieces
+
+    def _check_encoding(self, start: str) -> None:
+        """ValueError if the pieces of a conversation have other ids than the whole."""
+        lead = "why" + self._lead if self._thought else self._lead
+        text = start + SAMPLE[0]
+        ids = self._encode([(text + self._tail, "")])
+        for action, observation in zip(SAMPLE[1::2], SAMPLE[2::2], strict=True):
+            text += f"{self._tail}{lead}{action}{self._trail}{self._end}{self._header}{observation}"
+            ids += self.action(lead + action if self._thought else action)
+            ids += self.observation(observation)
+        if ids != self._ids_of(text + self._tail):
+            raise ValueError(
+                f"the tokenizer {self.tokenizer.name_or_path} encodes the pieces of a conversation "
+                "differently from the whole: it adds blanks, or a token crosses the prompt's end"
+            )
+
+    def _encode(self, pieces: Sequence[Piece], context: str = "") -> list[int]:
+        """Ids of pieces that follow each other and a context. Control tokens in a content become
+        ordinary characters, except for the marks of a thought in an action."""
+        ids = self._ids_of("".join(text for text, _ in pieces), context)
+        trusted = [piece for piece in pieces if piece[1] in ("", "assistant")]
+        own = [i for text, role in trusted for i in self._marks_in(text, role, is_own=True)]
+        if [i for i in ids if i in self._control] == own:
+            return ids
+        ids = []  # a content contains the text of a control token
+        for text, role in pieces:
+            for part in self._cut(text, role):
+                ids += self._ids_of(part, context)
+                context = ANCHOR if role or not ids else self._control.get(ids[-1], ANCHOR)
+        return ids
+
+    def _marks_in(self, text: str, role: str, is_own: bool) -> list[int]:
+        """Control tokens in a text that its author may write, or those that the author may not."""
+        ids = [i for i in self._ids_of(text) if i in self._control]
+        thoughts = {i for i in ids if "think" in self._control[i].lower()}
+        may_write = {"": {*ids}, "assistant": thoughts}.get(role, set())
+        return [i for i in ids if (i in may_write) == is_own]
+
+    def _cut(self, text: str, role: str) -> list[str]:
+        """Cut a content so that no part has a control token that its author may not write."""
+        marks = [self._control[i] for i in {*self._marks_in(text, role, is_own=False)}]
+        if not marks or len(text) == 1:
+            return [text]
+        cuts = (f"(?<={re.escape(mark[0])})(?={re.escape(mark[1:])})" for mark in marks)
+        parts = re.split("|".join(cuts), text)
+        if len(parts) == 1:  # the tokenizer's normalization makes the mark
+            return list(text)
+        return [small for part in parts for small in self._cut(part, role)]
+
+    def _ids_of(self, text: str, context: str = "") -> list[int]:
+        """Ids of a text after a context. Encoded alone, some tokenizers would put a blank before it
+        (SentencePiece's dummy prefix). If a token would cross the border, the context is replaced
+        by a character that merges with nothing."""
+        for before in (context, ANCHOR, ""):
+            skipped, ids = self._known_ids(before), self._known_ids(before + text)
+            if ids[: len(skipped)] == skipped:
+                break
+        return ids[len(skipped) :]

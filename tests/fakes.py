@@ -3,8 +3,9 @@
 import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engines import Generation, SamplingSettings
@@ -66,6 +67,63 @@ def byte_tokenizer(
         bos_token=bos,
         additional_special_tokens=list(special),
         chat_template=chat_template,
+    )
+
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def family_tokenizer(
+    family: str, kind: str = "bytes", flagged: bool = True
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with the chat template of a public family and whole tokens for a few words.
+
+    Args:
+        kind: "bytes" as Qwen and Llama 3 have; or as SentencePiece makes it, which puts a blank
+            before a text: "every" after each control token too, "first" at the beginning only.
+        flagged: False: only the tokens that begin and end a sequence are marked as special.
+    """
+    template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    _, bos, eos, others = template[: template.index(" -#}") + 1].split(" | ")
+    special = [token for token in (bos, eos, *others.split()) if token != "-"]
+    blank = "Ġ" if kind == "bytes" else "▁"
+    alphabet = [f"<0x{n:02X}>" for n in range(256)]
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = {
+        (word[:n], word[n]): None
+        for word in (f"{start}{word}" for start in (blank, "") for word in WORDS.split())
+        for n in range(1, len(word))
+    }
+    tokens = ["<unk>", *alphabet, *(token for pair in merges for token in (*pair, "".join(pair)))]
+    vocab = {token: n for n, token in enumerate(dict.fromkeys(tokens))}
+    is_fallback = kind != "bytes"
+    bpe = Tokenizer(models.BPE(vocab, [*merges], unk_token="<unk>", byte_fallback=is_fallback))
+    if kind == "bytes":
+        words = pre_tokenizers.Split(Regex(LETTERS), "isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+        bpe.decoder = decoders.ByteLevel()
+    else:
+        if kind == "every":
+            blanks = [normalizers.Prepend(blank), normalizers.Replace(" ", blank)]
+            bpe.normalizer = normalizers.Sequence(blanks)
+        else:
+            bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        to_text = [decoders.Replace(blank, " "), decoders.ByteFallback(), decoders.Fuse()]
+        bpe.decoder = decoders.Sequence([*to_text, decoders.Strip(" ", 1, 0)])
+    for token in special:
+        is_special = token in (bos, eos) or (flagged and "think" not in token)
+        rstrip = family == "phi3" and token not in (bos, eos)  # as in Phi-3's tokenizer
+        added = AddedToken(token, special=is_special, normalized=False, rstrip=rstrip)
+        (bpe.add_special_tokens if is_special else bpe.add_tokens)([added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=None if bos == "-" else bos,
+        eos_token=eos,
+        unk_token="<unk>",
+        chat_template=template,
     )
 
 
