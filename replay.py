@@ -35,7 +35,6 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from reporting.logs import LogError
 from run.errors import print_error
 from viewer.overview import overview, summarize_failures
 from viewer.sources import NoSource, Source, open_source
@@ -84,10 +83,10 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
     """The sources at these paths, by default the newest run. Raises: NoSource if a path holds
     nothing to show."""
     if not paths:
-        runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+        runs = [path for path in Path("runs").glob("*/config.json") if path.is_file()]
         if not runs:
             raise NoSource("there is no run in runs/; name one: python replay.py runs/NAME")
-        paths = [runs[-1].parent]
+        paths = [max(runs, key=lambda path: path.stat().st_mtime).parent]
     return [open_source(number, path) for number, path in enumerate(paths)]
 
 
@@ -182,10 +181,11 @@ def overview_text(source: Source, name: str | None) -> str:
 
 def list_text(source: Source, name: str, only_failures: bool) -> str:
     """The trajectories of a file, one per line."""
-    rows = source.lines(name).rows
+    index = source.lines(name)
+    rows, broken = index.rows, f", {index.broken} unreadable" if index.broken else ""
     selection = [row for row in rows if outcome_of(row) == "failed" or not only_failures]
     lines = [
-        f"{name}: {len(selection)} of {len(rows)} trajectories",
+        f"{name}: {len(selection)} of {len(rows)} trajectories{broken}",
         f"{'id':22} {'task':20} {'sub-task':16} {'ended':12} {'return':>6} {'turns':>5}",
     ]
     for row in selection[:MAX_ROWS]:
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    except (OSError, LogError) as error:
+    except (OSError, RecursionError) as error:
         print_error(PROG, error)
         return 1
     return 0

@@ -40,8 +40,6 @@ FLOAT_FIELDS = ("rollout_log_probs", "advantages")
 LIST_FIELDS = ("input_ids", "loss_mask", *FLOAT_FIELDS)
 TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
 DIGITS = 7  # significant digits in files
-# The short fields of a line come first, so code that lists trajectories can stop there.
-HEAD_END = ',"messages":'  # cannot occur inside a JSON string, where quotes are escaped
 # Computed from the other fields, for listing trajectories.
 DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")
 

@@ -17,7 +17,7 @@ def run(tmp_path_factory):
 def test_a_path_that_cannot_be_shown_is_reported_in_one_line(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "bad.json").write_text("[{]")
     (tmp_path / "notes.txt").write_text("x")
     for argv, message in (
         (["nowhere"], "no such file"),

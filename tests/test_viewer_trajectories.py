@@ -2,13 +2,26 @@
 
 import json
 import time
+from functools import reduce
+from operator import getitem
 
 import pytest
-from made_run import hostile_line, make_run
+from made_run import make_run
 
-from trajectory import HEAD_END
+from replay import list_text, trajectory_text
+from trajectory import LIST_FIELDS
+from viewer.overview import summarize_failures
+from viewer.server import as_json
 from viewer.sources import open_source
-from viewer.trajectories import head_of, index, open_lines, opening_of, split_action
+from viewer.trajectories import (
+    groups_of,
+    index,
+    open_lines,
+    opening_of,
+    search,
+    split_action,
+    trajectory_view,
+)
 
 
 @pytest.fixture(scope="module")
@@ -16,16 +29,33 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run") / "made")
 
 
-def test_a_head_has_the_short_fields_of_its_line(run):
-    for raw in (run / "trajectories/step_000003.jsonl").read_text().splitlines():
-        line = json.loads(raw)
-        head = head_of(raw.encode())
-        assert head == {name: line[name] for name in head} and head["num_turns"] is not None
-        assert len(raw[: raw.index(HEAD_END)]) < 1000
-        tokens_first = {"input_ids": line.pop("input_ids")} | line
-        assert head_of(json.dumps(tokens_first).encode()) == head
-    line = json.loads(hostile_line(0, 'x,"messages":[]'))  # looks like the end of a head
-    assert head_of(json.dumps(line).encode())["error"] == 'x,"messages":[]'
+def test_a_line_with_a_field_of_any_other_type_is_shown_or_skipped_and_counted(run, tmp_path):
+    first, text, *_ = (run / "trajectories/step_000003.jsonl").read_text().splitlines()
+    line, path = json.loads(text), tmp_path / "a.jsonl"
+    fields = [(name,) for name in line] + [("turns", 0, name) for name in line["turns"][0]]
+    fields += [("messages", 0), ("messages", 0, "role"), ("messages", 0, "content"), ("turns", 0)]
+    fields += [("turns", 0, "action_span", 0), *((name, 9) for name in LIST_FIELDS)]
+    lines = [
+        first,
+        text.replace('"seed":0', '"seed":1e999'),
+        text.replace('"step":', '"step":NaN,"a":'),
+    ]
+    for *names, last in fields:
+        for value in (None, True, 5, -1, 10**400, "text", [], ["x"], [None], {}, {"a": 1}):
+            changed = json.loads(text)
+            reduce(getitem, names, changed)[last] = value
+            lines.append(json.dumps(changed))
+    path.write_text("\n".join(lines) + "\n")
+    source = open_source(0, path)
+    index = source.lines("a")
+    assert len(index) + index.broken == len(lines) and 0.2 < index.broken / len(lines) < 0.9
+    as_json([index.rows, groups_of(index), summarize_failures(index)])
+    list_text(source, "a", only_failures=False)
+    assert len([hit for _, hit in search(index, "a") if hit]) == len(index)
+    for number, row in enumerate(index.rows):
+        row["group_id"] = None  # or every view would read all lines
+        as_json(trajectory_view(source, "a", number))
+        trajectory_text(source, "a", number)
 
 
 def test_a_file_that_changed_is_indexed_again_and_an_incomplete_line_is_ignored(run, tmp_path):
@@ -51,16 +81,14 @@ def test_a_file_that_changed_is_indexed_again_and_an_incomplete_line_is_ignored(
         assert lines.broken == 0 and source.lines("a") is lines
 
 
-def test_broken_lines_are_skipped_and_counted(run, tmp_path):
+def test_lines_that_are_not_trajectories_are_skipped_and_counted(run, tmp_path):
     good = (run / "trajectories/step_000001.jsonl").read_bytes().splitlines(keepends=True)[0]
-    bad_type = good.replace(b'"step":1,', b'"step":[1],')
-    path = tmp_path / "broken.jsonl"
-    path.write_bytes(b"\n[1]\n" + good + b'{"a": \n{"turns":[1]}\n\xff\xfe\n' + bad_type + good)
+    path, deep = tmp_path / "broken.jsonl", b"[" * 10_000 + b"]" * 10_000
+    bad = [b"[1]", b"null", b"1" * 5000, b"NaN", b'{"a": ', b'{"turns":[1]}', b"\xff\xfe", deep]
+    path.write_bytes(b"\n" + good + b"\n".join(bad) + b"\n" + good)
     lines = index(path)
-    assert (len(lines), lines.broken) == (2, 5)
+    assert (len(lines), lines.broken) == (2, len(bad))
     assert lines.read(1) == json.loads(good) and lines.rows[1]["line"] == 1
-    path.write_bytes(good.replace(b'"return":1.0', b'"return":NaN'))
-    assert index(path).rows[0]["return"] is None
 
 
 def test_agenttraj_conversations_are_read_as_trajectories(tmp_path):
@@ -84,6 +112,16 @@ def test_agenttraj_conversations_are_read_as_trajectories(tmp_path):
 
 def test_splitting_a_long_strange_answer_is_fast():
     start = time.perf_counter()
-    for text in (" " * 50_000, "<search>" * 2_000, "Thought:" + "\n" * 50_000):
+    for piece in (
+        " ",
+        "\n",
+        "<",
+        "<search>",
+        "<answer>",
+        "<search></answer>",
+        "<think>",
+        "Action:",
+    ):
+        text = piece * (100_000 // len(piece))
         split_action(text + "x")
     assert time.perf_counter() - start < 1

@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
+from types import NoneType
 from typing import Any
 
 from reporting.logs import ALARMS
 from reporting.metrics import GLOSSARY
 from trajectory import LOST
-from viewer.sources import EvaluationSource, Source, read_json, rows_of
-from viewer.trajectories import Lines, split_action
+from viewer.sources import Source
+from viewer.trajectories import NUMBER, Lines, fits, split_action
 
 Series = dict[str, list[tuple[int, float | None]]]
 NUM_AVERAGED = 5  # steps that a sentence averages over
@@ -25,13 +26,17 @@ MAX_ENTRIES = 6  # in each list of a summary of failures
 MAX_EXAMPLES = 8  # line numbers in each entry
 MAX_FAILURES = 400  # failed trajectories that are read in full
 MAX_TEXT = 300  # characters
+# The fields of an evaluation that are read here.
+ESTIMATE = dict.fromkeys(("value", "low", "high", "items"), NUMBER)
+GROUP = {"avg": ESTIMATE, "pass": (ESTIMATE, NoneType)}
+SCORES = {"samples": int, "overall": GROUP, "subtasks": dict, "step": NUMBER, "trained_on": NUMBER}
 
 
 def overview(source: Source) -> dict[str, Any]:
     """The data of a source for the first screen."""
-    rows = rows_of(source.path / "metrics.jsonl")
-    series = series_of(rows) | series_of(rows_of(source.path / "timings.jsonl"))
-    alarms = rows_of(source.path / ALARMS)
+    rows = source.rows("metrics.jsonl")
+    series = series_of(rows) | series_of(source.rows("timings.jsonl"))
+    alarms = [row for row in source.rows(ALARMS) if fits(row, {"text": str})]
     evaluations = evaluations_of(source)
     config = source.config()
     return {
@@ -57,17 +62,13 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> Series:
     series: Series = {}
     for row in rows:
         for name, value in row.items():
-            if name != "step" and isinstance(value, int | float | None):
+            if name != "step" and fits(value, NUMBER):
                 series.setdefault(name, []).append((row["step"], value))
     return {n: points for n, points in series.items() if any(v is not None for _, v in points)}
 
 
 def evaluations_of(source: Source) -> list[dict[str, Any]]:
     """Held-out success at each evaluated step, overall and by sub-task, with intervals."""
-    if isinstance(source, EvaluationSource):
-        paths = [file.path.parent / "eval.json" for file in source.files()]
-    else:
-        paths = sorted((source.path / "eval").glob("step_*.json"))
     return [
         {
             "step": scores.get("step", 0),
@@ -76,10 +77,10 @@ def evaluations_of(source: Source) -> list[dict[str, Any]]:
             "pass": scores["overall"].get("pass") if scores["samples"] > 1 else None,
             "samples": scores["samples"],
             "trained_on": scores.get("trained_on", 0),
-            "subtasks": {name: row["avg"] for name, row in scores["subtasks"].items()},
+            "subtasks": {n: g["avg"] for n, g in scores["subtasks"].items() if fits(g, GROUP)},
         }
-        for path in paths
-        if {"overall", "samples", "subtasks"} <= (scores := read_json(path)).keys()
+        for scores in source.objects(*source.evaluations)
+        if fits(scores, SCORES)
     ]
 
 

@@ -5,13 +5,15 @@
     a file         one trajectory per line, or AgentTraj conversations as .json or .jsonl
 
 Sources are never modified. The page refers to a file by its name in the source's list
-("step_000003"), so nothing that the page sends is used as a path.
+("step_000003"), so nothing that the page sends is used as a path. A folder can come from someone
+else, so only its regular files are read, and no symbolic links in it are followed.
 
 Read next: overview.py, trajectories.py, server.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from dataclasses import dataclass
@@ -19,11 +21,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from reporting.logs import read_log
-from viewer.trajectories import Lines, open_lines, parse
+from viewer.trajectories import NUMBER, TEXT, Lines, fits, open_lines, parse
 
 SMALL_SOURCE_BYTES = 20_000_000  # up to this size, listing a source counts the lines of all files
 LIVE_S = 600.0  # a run that has not written for longer than this is not live
+OPTIONS = {"env": TEXT, "model": TEXT, "steps": NUMBER}  # those that the code reads
 
 
 FileKind = Literal["train", "eval", "other"]
@@ -45,6 +47,7 @@ class Source:
     """One path on the command line. This base class is a single file of trajectories."""
 
     kind: Literal["run", "evaluation", "file"] = "file"
+    evaluations: tuple[str, ...] = ()  # patterns of the files with scores
 
     def __init__(self, number: int, path: Path) -> None:
         self.number, self.path = number, path
@@ -54,6 +57,17 @@ class Source:
     def files(self) -> list[TrajectoryFile]:
         """All files that exist now, in the order of steps."""
         return [TrajectoryFile(self.path.stem, self.path, "other", None)]
+
+    def objects(self, *patterns: str) -> list[dict[str, Any]]:
+        """The JSON object in each of these files; {} for anything else."""
+        paths = [path for pattern in patterns for path in regular_files(self.path, pattern)]
+        return [parse(path.read_bytes()) or {} for path in paths]
+
+    def rows(self, log: str) -> list[dict[str, Any]]:
+        """The rows of a log; lines that are not a JSON object with a step are skipped."""
+        text = b"".join(path.read_bytes() for path in regular_files(self.path, log))
+        rows = [parse(line) or {} for line in text.splitlines()]
+        return [row for row in rows if fits(row, {"step": int})]
 
     def config(self) -> dict[str, Any]:
         """The options of the run or evaluation; empty if unknown."""
@@ -106,8 +120,9 @@ class Source:
         from tokenizers import Tokenizer
 
         for folder in (self.path, *self.path.resolve().parents[:2]):
-            if (file := folder / "tokenizer" / "tokenizer.json").is_file():
-                return Tokenizer.from_file(str(file))
+            for file in regular_files(folder, "tokenizer/tokenizer.json"):
+                with contextlib.suppress(Exception):  # a damaged file raises a bare Exception
+                    return Tokenizer.from_file(str(file))
         return None
 
     def text_of(self, ids: list[int]) -> list[str] | None:
@@ -115,7 +130,8 @@ class Source:
         tokenizer."""
         if self.tokenizer is None:
             return None
-        texts: list[str] = self.tokenizer.decode_batch([[i] for i in ids], False)
+        batch = [[i] if 0 <= i < 2**32 else [] for i in ids]  # the range that the library accepts
+        texts: list[str] = self.tokenizer.decode_batch(batch, False)
         return texts
 
 
@@ -123,18 +139,21 @@ class RunSource(Source):
     """The directory of a run."""
 
     kind = "run"
+    evaluations = ("eval/step_*.json",)
 
     def files(self) -> list[TrajectoryFile]:
         files = []
-        for path in (self.path / "trajectories").glob("*.jsonl"):
+        for path in regular_files(self.path, "trajectories/*.jsonl"):
             match = re.fullmatch(r"(step|eval)_(\d+)", path.stem)
             kind: FileKind = "other" if not match else "train" if match[1] == "step" else "eval"
             files.append(TrajectoryFile(path.stem, path, kind, int(match[2]) if match else None))
         return sorted(files, key=lambda f: (f.step is None, f.step or 0, f.kind != "eval", f.name))
 
     def config(self) -> dict[str, Any]:
-        saved = read_json(self.path / "config.json")
-        return {"algorithm": saved.get("method")} | saved.get("config", {})
+        for saved in self.objects("config.json"):
+            if fits(saved.get("config"), OPTIONS):
+                return {"algorithm": saved.get("method")} | saved["config"]
+        return {}
 
     def is_live(self) -> bool:
         """Whether the run has written something recently and has steps left."""
@@ -155,7 +174,7 @@ class RunSource(Source):
         """The last step in the log or among the trajectories; some methods do not roll out in
         every step."""
         file_steps = [file.step or 0 for file in self.files() if file.kind == "train"]
-        return max([0, *file_steps, *(row["step"] for row in rows_of(self.logs()[0])[-1:])])
+        return max([0, *file_steps, *(row["step"] for row in self.rows("metrics.jsonl")[-1:])])
 
     def logs(self) -> list[Path]:
         return [self.path / name for name in ("metrics.jsonl", "timings.jsonl", "eval")]
@@ -165,19 +184,21 @@ class EvaluationSource(Source):
     """Results of evaluate.py for one environment, or a folder per environment."""
 
     kind = "evaluation"
+    evaluations = ("eval.json", "*/eval.json")
 
     def files(self) -> list[TrajectoryFile]:
-        paths = [self.path / "trajectories.jsonl", *sorted(self.path.glob("*/trajectories.jsonl"))]
+        patterns = ("trajectories.jsonl", "*/trajectories.jsonl")
         return [
             TrajectoryFile(
                 "trajectories" if path.parent == self.path else path.parent.name, path, "eval", None
             )
-            for path in paths
-            if path.is_file()
+            for pattern in patterns
+            for path in regular_files(self.path, pattern)
         ]
 
     def config(self) -> dict[str, Any]:
-        return read_json(self.path / "config.json") or read_json(self.path / "eval.json")
+        saved = self.objects("config.json", "eval.json")
+        return next((options for options in saved if options and fits(options, OPTIONS)), {})
 
 
 def open_source(number: int, path: Path) -> Source:
@@ -190,8 +211,8 @@ def open_source(number: int, path: Path) -> Source:
         source = Source(number, path)
         try:
             lines = source.lines(path.stem)
-        except ValueError as error:
-            raise NoSource(str(error)) from None
+        except (ValueError, RecursionError) as error:
+            raise NoSource(f"{path} is not JSON ({error})") from None
         if not lines:
             raise NoSource(f"{path} contains no trajectories ({lines.broken} broken lines)")
         return source
@@ -207,13 +228,14 @@ def open_source(number: int, path: Path) -> Source:
     raise NoSource(f"{path} contains neither a run nor an evaluation{hint}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none."""
-    return (parse(path.read_bytes()) if path.is_file() else None) or {}
-
-
-def rows_of(log: Path) -> list[dict[str, Any]]:
-    return read_log(log) if log.exists() else []
+def regular_files(folder: Path, pattern: str) -> list[Path]:
+    """The files in `folder` that match. Symbolic links in the folder, pipes and devices do not."""
+    depth = pattern.count("/") + 1
+    return [
+        path
+        for path in sorted(folder.glob(pattern))
+        if path.is_file() and not any(p.is_symlink() for p in (path, *path.parents)[:depth])
+    ]
 
 
 def file_version(path: Path) -> str:

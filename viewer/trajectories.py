@@ -1,13 +1,10 @@
 """Read a file of trajectories: index its lines, group samples, search, show one trajectory.
 
-A line has less than a kilobyte of short fields and many times as much text and tokens.
-`Trajectory.to_line` writes the short fields first, so the index only parses the head of each line:
+A line has less than a kilobyte of short fields and many times as much text and tokens. The index
+holds only the short fields; the rest is read again when the user opens the trajectory.
 
-    {"trajectory_id":...,"return":1.0,...,"messages":[...],"turns":[...],"input_ids":[...],...}
-     ^---------------- head ------------^ the rest is read when the user opens the trajectory
-
-Lines that do not start with the head of a trajectory are counted and skipped, so all later code can
-rely on the types of the short fields.
+Anyone could have written the file. A line in which a field is missing or has another type is
+counted and skipped, so all later code can rely on the types in FIELDS.
 
 Read next: overview.py; server.py, which serves these; page/trajectory.js, which shows them.
 """
@@ -16,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -24,20 +22,36 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from data import ROLES, Record, parts_of, to_agenttraj
+from data import NAMES, ROLES, Record, parts_of, to_agenttraj
 from envs import ENVS
-from formats import read_objects, to_record
-from trajectory import DERIVED_FIELDS, HEAD_END, LOST
+from formats import to_record
+from trajectory import DERIVED_FIELDS, LIST_FIELDS, LOST
 
 if TYPE_CHECKING:
     from viewer.sources import Source
 
 Row = dict[str, Any]
 TEXTS = ("trajectory_id", "env", "task_id", "subtask", "stop_reason", "error")
-NUMBERS = ("step", "group_id", "success", "used_in_loss", *DERIVED_FIELDS)
-TAGGED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)  # the action format of SearchQA
+NUMBERS = ("step", "group_id", *DERIVED_FIELDS)
+FLAGS = ("success", "used_in_loss")
+# The action format of SearchQA. Stopping at the next open tag makes it linear in the text.
+TAGGED = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
+
+# The types of a line's fields, for `fits`.
+TEXT, NUMBER, FLAG = (str, NoneType), (int, float, NoneType), (bool, NoneType)
+MESSAGE = {"role": str, "content": str}
+TURN = {
+    **{"action_text": str, "observation_text": str, "parse_error": TEXT},
+    **{"reward": NUMBER, "generate_s": NUMBER, "env_s": NUMBER, "action_span": ([int], NoneType)},
+}
+FIELDS = {
+    **dict.fromkeys(TEXTS, TEXT) | dict.fromkeys(NUMBERS, NUMBER) | dict.fromkeys(FLAGS, FLAG),
+    **{"num_turns": int, "messages": list, "turns": list},
+    **dict.fromkeys(LIST_FIELDS, ([*NUMBER], NoneType)) | {"input_ids": ([int], NoneType)},
+}
 
 
 # ----------------------------------------------------------------------------------------- a line
@@ -45,24 +59,50 @@ TAGGED = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)  # the action for
 
 def parse(line: bytes) -> dict[str, Any] | None:
     """A JSON object, or None for anything else. NaN and infinity, which JSON lacks, become None."""
+    to_float = lambda digits: x if math.isfinite(x := float(digits)) else None  # noqa: E731
     try:
-        value = json.loads(line, parse_constant=lambda _: None)
+        value = json.loads(line, parse_constant=lambda _: None, parse_float=to_float)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def head_of(line: bytes) -> Row | None:
-    """The short fields of a line; None if the line is not a complete trajectory."""
-    is_complete = line.rstrip().endswith(b"}")
-    end = line.find(HEAD_END.encode()) if is_complete else -1
-    head = parse(line[:end] + b"}") if end > 0 else parse(line)
-    if head is None or not isinstance(head.get("num_turns"), int):
-        return None
-    row = {name: head.get(name) for name in (*TEXTS, *NUMBERS)}
-    has_texts = all(isinstance(row[name], str | None) for name in TEXTS)
-    has_numbers = all(isinstance(row[name], int | float | None) for name in NUMBERS)
-    return row if has_texts and has_numbers else None
+def trajectory_of(raw: bytes, number: int) -> dict[str, Any] | None:
+    """The trajectory in line `number` of a file; None for anything else. An AgentTraj conversation
+    is converted."""
+    line = parse(raw)
+    if line is not None and "trajectory_id" not in line:
+        try:
+            record = to_record(line, f"line {number}")
+        except ValueError:
+            return None
+        line = record and line_of(record)
+    return line if line is not None and is_trajectory(line) else None
+
+
+def is_trajectory(line: Mapping[str, Any]) -> bool:
+    """Whether all fields have their types, and the messages have an action for each turn."""
+    if not (fits(line, FIELDS) and all(fits(message, MESSAGE) for message in line["messages"])):
+        return False
+    roles = [message["role"] for message in line["messages"]]
+    has_actions = roles.count("assistant") >= len(line["turns"])
+    return has_actions and set(roles) <= NAMES.keys() and all(fits(t, TURN) for t in line["turns"])
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of this type, of one of these kinds (a tuple), a list of these
+    types, or an object with fields of these kinds (a dict). A missing field is None.
+
+    >>> fits({"a": [1, 2]}, {"a": [int, float], "b": (str, NoneType)}), fits({}, {"a": [int]})
+    (True, False)
+    """
+    if isinstance(kind, tuple):
+        return any(fits(value, k) for k in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and set(map(type, value)) <= set(kind)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(fits(value.get(n), k) for n, k in kind.items())
+    return type(value) is kind and (kind is not int or abs(value) < 2**63)
 
 
 def outcome_of(row: Row) -> str:
@@ -127,22 +167,17 @@ class Lines:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, number: int) -> dict[str, Any]:
-        """All fields of trajectory `number`. Raises LookupError if the file has changed."""
+    def raw(self, number: int) -> bytes:
         with open(self.path, "rb") as file:
             file.seek(self.offsets[number])
-            line = parse(file.readline())
+            return file.readline()
+
+    def read(self, number: int) -> dict[str, Any]:
+        """All fields of trajectory `number`. Raises LookupError if the file has changed."""
+        line = trajectory_of(self.raw(number), number)
         if line is None:
             raise LookupError(f"{self.path.name} has changed; reload the page")
         return line
-
-    def raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """(number, bytes read so far, line) of every trajectory."""
-        with open(self.path, "rb") as file:
-            for number, offset in enumerate(self.offsets):
-                file.seek(offset)
-                line = file.readline()
-                yield number, offset + len(line), line
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Keep only these trajectories in the index."""
@@ -151,42 +186,31 @@ class Lines:
 
 
 def index(path: Path) -> Lines:
-    """The index of a file with one trajectory per line. Raises: OSError."""
+    """The index of a file with one trajectory or conversation per line. Raises: OSError."""
     lines, end = Lines(path, [], [], 0), 0
     with open(path, "rb") as file:
-        for line in file:
-            start, end = end, end + len(line)
-            if row := head_of(line):
+        for raw in file:
+            start, end = end, end + len(raw)
+            if line := trajectory_of(raw, len(lines)):
+                row = {name: line.get(name) for name in (*TEXTS, *NUMBERS, *FLAGS)}
                 lines.rows.append({"line": len(lines)} | row)
                 lines.offsets.append(start)
-            elif line.strip() and line.endswith(b"\n"):  # without \n it is still being written
+            elif raw.strip() and raw.endswith(b"\n"):  # without \n it is still being written
                 lines.broken += 1
     return lines
 
 
 def open_lines(path: Path) -> Lines:
-    """The index of a file. AgentTraj conversations (one JSON list, or one per line) are converted
-    to trajectories in a temporary file; entries that are not conversations count as broken.
-
-    Raises: ValueError if the file is not JSON; the message says where.
-    """
-    with open(path, "rb") as file:
-        is_agenttraj = path.suffix == ".json" or "conversations" in (parse(file.readline()) or {})
-    if not is_agenttraj:
+    """The index of a file. The items of a JSON list are first copied to the lines of a temporary
+    file. Raises: ValueError or RecursionError if it is not valid JSON."""
+    text = path.read_text("utf-8-sig", "replace") if path.suffix == ".json" else ""
+    if not text.lstrip().startswith("["):
         return index(path)
-    lines = [f"{line}\n" for line in read_objects([path], _convert)]
-    trajectory_file = Path(tempfile.mkdtemp(), path.name)
-    atexit.register(shutil.rmtree, trajectory_file.parent, ignore_errors=True)
-    trajectory_file.write_text("".join(lines))
-    return index(trajectory_file)
-
-
-def _convert(content: Any, name: str) -> str | None:
-    try:
-        record = to_record(content, name)
-    except ValueError:
-        return "broken"
-    return json.dumps(line_of(record)) if record else None
+    lines = [json.dumps(item) + "\n" for item in json.loads(text)]
+    line_file = Path(tempfile.mkdtemp(), path.name)
+    atexit.register(shutil.rmtree, line_file.parent, ignore_errors=True)
+    line_file.write_text("".join(lines))
+    return index(line_file)
 
 
 def line_of(record: Record) -> dict[str, Any]:
@@ -230,11 +254,11 @@ def search(lines: Lines, text: str) -> Iterator[tuple[int, dict[str, Any] | None
     """
     query = text.casefold()
     is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
-    for number, num_bytes, line in lines.raw_lines():
-        if is_plain and query.encode() not in line.lower():
-            yield num_bytes, None
-        else:
-            yield num_bytes, first_hit(json.loads(line), number, query)
+    for number, offset in enumerate(lines.offsets):
+        raw = lines.raw(number)
+        can_match = not is_plain or query.encode() in raw.lower()
+        line = trajectory_of(raw, number) if can_match else None
+        yield offset + len(raw), line and first_hit(line, number, query)
 
 
 def first_hit(line: Mapping[str, Any], number: int, query: str) -> dict[str, Any] | None:
@@ -296,7 +320,8 @@ def turn_view(
     next_start: int | None,
 ) -> dict[str, Any]:
     thought, action = split_action(turn["action_text"])
-    start, end = turn.get("action_span") or (None, None)
+    span: list[int] = turn.get("action_span") or []
+    start, end = (*span, None, None)[:2]
     names = ("action_text", "observation_text", "reward", "parse_error", "generate_s", "env_s")
     return {
         **{name: turn.get(name) for name in (*names, "state")},
@@ -314,9 +339,9 @@ def tokens_between(
     end: int | None,
 ) -> dict[str, Any] | None:
     """Tokens start..end - 1 with text, mask, log-prob, advantage; None if none were recorded."""
-    if line.get("input_ids") is None:
+    if None in (line.get(name) for name in ("input_ids", "loss_mask", "rollout_log_probs")):
         return None
-    ids, advantages = line["input_ids"][start:end], line["advantages"]
+    ids, advantages = line["input_ids"][start:end], line.get("advantages")
     return {
         "ids": ids,
         "text": text_of(ids),
