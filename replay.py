@@ -5,8 +5,10 @@
                                                           └──> --text ────────────> the terminal
 
 It never changes a run. It can show a run that is still training, and updates the page as the run
-grows. Only this machine can open the page, and the page loads nothing from other machines. To view
-it from another machine, first run `ssh -L 8610:127.0.0.1:8610 HOST` there.
+grows. The page loads nothing from other machines. It opens only at the printed address, whose token
+other users of this machine do not know. (A browser's command line shows it: use --no-browser where
+others can list your processes.) To view the page from another machine, first run
+`ssh -L 8610:127.0.0.1:8610 HOST` there, then open the printed address there.
 
 How to run:
 
@@ -27,6 +29,7 @@ Read next: viewer/trajectories.py, then viewer/server.py. Lesson: tutorials/11_r
 import argparse
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -110,9 +113,10 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
         raise NoSource(str(error)) from None
     except (OSError, OverflowError) as error:
         raise NoSource(f"--port {options.port}: {error}; --port 0 uses a free one") from None
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    token = secrets.token_hex(16)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={token}"
     with contextlib.closing(Environments()) as environments:
-        app = create_app(sources, Play(environments, Path("runs"), model))
+        app = create_app(sources, token, Play(environments, Path("runs"), model))
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=2
         )

@@ -53,13 +53,13 @@ def serve():
 
         def start(path, play=None):
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            app = create_app([open_source(0, path)], play)
+            app = create_app([open_source(0, path)], "secret", play)
             server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()
             stack.callback(thread.join, 10)
             stack.callback(setattr, server, "should_exit", True)
-            return f"http://127.0.0.1:{listener.getsockname()[1]}/"
+            return f"http://127.0.0.1:{listener.getsockname()[1]}/?token=secret"
 
         yield start
 
@@ -103,6 +103,7 @@ def assert_accessible(page):
 def test_a_user_goes_from_the_first_screen_to_a_failure_with_a_filter_and_keys(serve, run, tab):
     url = serve(run)
     open_at(tab, url, ".goes-wrong li")
+    assert "secret" not in tab.url
     assert "held-out tasks solved" in tab.inner_text(".headline")
     assert tab.locator(".uplot").count() >= 4 and "failures in" in tab.inner_text(".goes-wrong")
     open_at(tab, f"{url}#/0/step_000004", "table.trajectories tbody tr")

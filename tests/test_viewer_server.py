@@ -2,7 +2,9 @@
 requests that are refused."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -12,7 +14,7 @@ from viewer.export import export
 from viewer.server import create_app
 from viewer.sources import NoSource, open_source
 
-HOST = "127.0.0.1:8610"
+HOST, TOKEN = "127.0.0.1:8610", "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,10 @@ def run(original_run, tmp_path):
 
 def client_of(*paths, **options):
     sources = [open_source(n, path) for n, path in enumerate(paths)]
-    app = create_app(sources, **options)
-    return TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False)
+    app = create_app(sources, TOKEN, **options)
+    client = TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False)
+    assert client.get("/", params={"token": TOKEN}).status_code == 200  # sets the cookie
+    return client
 
 
 def ask(client, path, status=200):
@@ -144,22 +148,48 @@ def test_the_page_cannot_request_a_path(run):
         ask(client, path, 404)
 
 
-def test_the_server_answers_only_its_own_page(run):
+def test_only_the_page_itself_with_the_token_is_answered(run):
     client = client_of(run)
+    browser = TestClient(client.app, base_url="http://localhost:9000")  # behind a tunnel
+    for headers in ({}, {"Cookie": "replay-9000=x"}, {"Cookie": f"replay-8610={TOKEN}"}):
+        for path in ("", "page/app.js", "api/sources", "nothing", "?token=", "?token=%C3%A9"):
+            answer = browser.get(f"/{path}", headers=headers)
+            assert answer.status_code == 403 and "address that replay.py printed" in answer.text
+        assert browser.post("/api/play/worlds", headers=headers).status_code == 403
+    cookie = browser.get("/", params={"token": TOKEN}).headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=lax" in cookie
+    assert browser.get("/api/sources").status_code == 200
     assert "script-src 'self'" in client.get("/nothing").headers["content-security-policy"]
-    for header, status in (
-        ({"Host": "evil.example:8610"}, 403),
-        ({"Host": "127.0.0.1.evil.example"}, 403),
-        ({"Host": "x127.0.0.1:80"}, 403),
-        ({"Host": "127.0.0.1:9000"}, 200),  # behind a tunnel
-        ({"Host": "LOCALHOST:80"}, 200),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Origin": f"http://{HOST}"}, 200),
-    ):
-        assert client.get("/api/sources", headers=header).status_code == status, header
-        play_status = client.post("/api/play/worlds", headers=header).status_code
+    for origin, status in (("http://evil.example", 403), ("null", 403), (f"http://{HOST}", 200)):
+        assert client.get("/api/sources", headers={"Origin": origin}).status_code == status
+        play_status = client.post("/api/play/worlds", headers={"Origin": origin}).status_code
         assert play_status == (404 if status == 200 else 403)  # this app has no live play
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "damaged"])
+def test_only_regular_files_in_the_folder_of_a_run_are_read(run, tmp_path, kind):
+    """A stranger's run could show this machine's files, in an export too, or block the page."""
+    line = json.loads(hostile_line(0, "SECRET")) | {"config": {"env": "SECRET"}}
+    (tmp_path / "secret").write_text(json.dumps(line) + "\n")
+    make = {
+        "link": lambda path: path.symlink_to(tmp_path / "secret"),
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+        "damaged": lambda path: path.write_bytes(b'[1]\n{"step": [1e999]}\n\xff'),
+    }[kind]
+    shutil.move(run / "eval", tmp_path / "linked")
+    (run / "eval").symlink_to(tmp_path / "linked")
+    names = ("config.json", "timings.jsonl", "alarms.jsonl", "tokenizer/tokenizer.json")
+    for name in (*names, "trajectories/step_000004.jsonl"):
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+    client = client_of(run)
+    overview = ask(client, "overview/0")
+    assert overview["step"] == 3 and not overview["evaluations"] and not overview["alarms"]
+    assert overview["options"] == {} and "time/rollout_s" not in overview["series"]
+    assert ask(client, "trajectory/0/step_000003/1")["opening_tokens"]["text"] is None
+    export([open_source(0, run)], tmp_path / "page.html", None)
+    assert "SECRET" not in (tmp_path / "page.html").read_text()
 
 
 def test_an_export_contains_the_newest_complete_groups_and_its_size_is_limited(

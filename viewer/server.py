@@ -1,4 +1,4 @@
-"""The page and its data over HTTP, for browsers on this machine.
+"""The page and its data over HTTP, for the person who started replay.py.
 
     GET  /                            the page; /page/NAME its files
     GET  /api/sources                 all sources and their files
@@ -11,9 +11,10 @@
     POST /api/reenact/S/FILE/LINE  /api/play/...      live environments (play.py)
 
 Security: text from a model, an environment or a web site is only shown, never run. The page cannot
-request arbitrary paths: S is a number and FILE a name that the source lists. Other web pages can
-neither read the data nor play: the Host must be this machine, and a request with an Origin must
-come from this page. The Content-Security-Policy lets the page load nothing from elsewhere.
+request arbitrary paths: S is a number and FILE a name that the source lists. Other users of this
+machine and other web pages can neither read the data nor play: every request needs a token (first
+in the address that replay.py prints, then in a cookie), and a request with an Origin must come from
+this page. The Content-Security-Policy lets the page load nothing from elsewhere.
 
 Read next: page/app.js.
 """
@@ -21,6 +22,7 @@ Read next: page/app.js.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -30,7 +32,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from viewer.overview import differing_options, overview, summarize_failures
@@ -50,11 +52,11 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# HTTP status of an exception. ValueError: a damaged log, or a number that does not parse.
-STATUS = {PlayError: 409, LookupError: 404, OSError: 404, ValueError: 400}
+# HTTP status of an exception. RecursionError: a state is nested too deeply to be written as JSON.
+STATUS = {PlayError: 409, LookupError: 404, OSError: 404, ValueError: 400, RecursionError: 400}
+NO_TOKEN = "Open the address that replay.py printed when it started: it ends with a token."
 MAX_HITS = 500  # of a search
 PROGRESS_S = 0.2  # between two progress lines of a search
-LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def as_json(content: Any) -> str:
@@ -66,10 +68,10 @@ def answer(content: Any, status: int = 200) -> Response:
     return Response(as_json(content), status, media_type="application/json")
 
 
-def create_app(sources: Sequence[Source], play: Play | None = None) -> FastAPI:
-    """The web app; without `play` it has no live environments."""
+def create_app(sources: Sequence[Source], token: str, play: Play | None = None) -> FastAPI:
+    """The web app, for requests with the token; without `play` it has no live environments."""
     app = FastAPI(title="replay", docs_url=None, redoc_url=None, openapi_url=None)
-    app.middleware("http")(guard)
+    app.middleware("http")(partial(guard, token))
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, partial(report, status))
     app.mount("/page", StaticFiles(directory=PAGE))
@@ -80,15 +82,21 @@ def create_app(sources: Sequence[Source], play: Play | None = None) -> FastAPI:
     return app
 
 
-async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Answer only requests from our own page, and add the security headers to every answer."""
+async def guard(
+    token: str, request: Request, proceed: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    """Answer only requests with the token and from our own page; add the security headers."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    # Ignore the port, which an SSH tunnel can change.
-    is_local = host.partition(":")[0].lower() in LOCAL_NAMES
-    if is_local and (origin is None or urlsplit(origin).netloc == host):
-        response = await proceed(request)
-    else:
+    cookie = f"replay-{host.rpartition(':')[2]}"  # browsers send cookies to all ports of a machine
+    tokens = request.query_params.get("token", ""), request.cookies.get(cookie, "")
+    if not any(secrets.compare_digest(t.encode(), token.encode()) for t in tokens):
+        is_data = request.url.path.startswith("/api/")
+        response = answer({"error": NO_TOKEN}, 403) if is_data else HTMLResponse(NO_TOKEN, 403)
+    elif origin is not None and urlsplit(origin).netloc != host:
         response = answer({"error": "this server only answers requests from its own page"}, 403)
+    else:
+        response = await proceed(request)
+        response.set_cookie(cookie, token, httponly=True, samesite="lax")
     response.headers.update(HEADERS)
     return response
 

@@ -136,6 +136,8 @@ async function start() {
     event.preventDefault(); // the hash is the address of a view, not of an element
     main.focus();
   });
+  // The cookie has the token now. Without it the address can be shown and copied.
+  if (location.search) history.replaceState(null, "", location.pathname + location.hash);
   listenForKeys();
   showTools();
   try {
