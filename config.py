@@ -440,12 +440,17 @@ def with_preset(
     names = kind.__dataclass_fields__.keys() - kind.outside_presets - set(LIST_OPTIONS)
     settings = []
     for name in names_of(env):
-        presets: dict[str, dict[str, Any]] = {"laptop": {}, "paper": PAPER, "none": {}}
+        laptop, paper = settings_of(name).laptop, settings_of(name).paper
+        presets: dict[str, Any] = {"laptop": laptop, "paper": PAPER | dict(paper), "none": {}}
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
-        preset_values = presets[preset] | env_presets(name, kind).get(preset, {})
+        known = Config.__dataclass_fields__.keys() | kind.__dataclass_fields__.keys()
+        if unknown := {*laptop, *paper} - known:
+            raise Misuse(f"environment {name}: LAPTOP or PAPER has unknown options: {unknown}")
+        own = {n: v for n, v in presets[preset].items() if n in kind.__dataclass_fields__}
+        values_of = validated(own, f"environment {name}: {preset.upper()}", kind)
         method_values = kind.paper_values if preset == "paper" else {}
-        settings.append({n: v for n, v in preset_values.items() if n in names} | method_values)
+        settings.append({n: getattr(values_of, n) for n in own if n in names} | method_values)
     numbers: dict[str, Any] = {}
     for name in {name for setting in settings for name in setting}:
         values = [setting.get(name, getattr(kind, name)) for setting in settings]
@@ -453,20 +458,6 @@ def with_preset(
     if len(settings) > 1:
         numbers["rounds"] = ()  # see `config_per_env`
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]
-
-
-def env_presets(env: str, kind: type[RunConfig]) -> dict[str, dict[str, Any]]:
-    """LAPTOP and PAPER of an environment's class. Raises Misuse for an unknown option or a value of
-    the wrong type."""
-    settings, presets = settings_of(env), {}
-    for name, values in {"laptop": settings.laptop, "paper": settings.paper}.items():
-        where = f"environment {env}: {name.upper()}"
-        if unknown := values.keys() - vars(Config).keys() - kind.__dataclass_fields__.keys():
-            raise Misuse(f"{where} has an unknown option {', '.join(map(str, sorted(unknown)))}")
-        own_values = {n: v for n, v in values.items() if n in kind.__dataclass_fields__}
-        config = validated(own_values, where, kind)
-        presets[name] = {n: getattr(config, n) for n in own_values}
-    return presets
 
 
 def with_one_horizon(options: dict[str, Any], kind: type[RunConfig]) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from envs import ClassError, ParseError, call_static, env_name, get_env, setting
 from envs.common import without_thought
 from envs.http import (
     JSON_HEADERS,
-    AnswerTooLarge,
     ConnectionLost,
     ExchangeError,
     ExchangeTimeout,
@@ -119,9 +118,8 @@ class AllServersDown(EnvError):
 UNREACHABLE = (EnvConnectionError, EnvTimeout)
 NO_ANSWER: dict[type[ExchangeError], tuple[type[EnvError], str]] = {
     ExchangeTimeout: (EnvTimeout, "the environment {} hangs, or its server is overloaded"),
-    AnswerTooLarge: (EnvProtocolError, "the environment {} should shorten its texts"),
     ConnectionLost: (EnvConnectionError, "is the server running?"),
-    InvalidAnswer: (EnvProtocolError, "is this the address of an environment server?"),
+    InvalidAnswer: (EnvProtocolError, "shorten the texts of {}, or check the server's address"),
 }
 # Our servers' text, then AgentGym's: "The id 7 is not valid.", "The task with environment 7 has
 # been deleted."
@@ -262,7 +260,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
-            answer = self._call("POST", "/step", action=self.action_in(model_text))
+            action = self._static("parse", without_thought(model_text))
+            answer = self._call("POST", "/step", action=action)
             observation = self._field(answer, "/step", "observation", str)
             try:
                 outcome = self._wire.outcome(answer, self._score)
@@ -279,22 +278,12 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._is_running = not (outcome.terminated or outcome.truncated)
         return StepResult(observation, *outcome)
 
-    def action_in(self, model_text: str) -> str:
-        """The action in the model's text, after its thought. ParseError if there is none; EnvError
-        if the environment's class breaks its rules."""
-        try:
-            return call_static(self._class, "parse", without_thought(model_text))
-        except ClassError as error:
-            raise EnvServerError(error.problem, error.env) from error
-
     def say(self, thought: str, action: str) -> str:
         """The text with which the oracle takes an action. Raises EnvError if parse() does not read
         the action in it."""
+        text = self._static("say", thought, action)
         try:
-            text = call_static(self._class, "say", thought, action)
-            result = self.action_in(text)
-        except ClassError as error:
-            raise EnvServerError(error.problem, error.env) from error
+            result = self._static("parse", without_thought(text))
         except ParseError as error:
             result = f"ParseError: {error}"
         if result == action:
@@ -345,6 +334,12 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def note_failure(self, error: EnvError) -> None:
         """Called with each error that a server causes; a pool's client overrides it."""
+
+    def _static(self, method: str, *arguments: str) -> str:
+        try:
+            return call_static(self._class, method, *arguments)
+        except ClassError as error:
+            raise EnvServerError(error.problem, error.env) from error
 
     def _refusal(self, message: str, kind: str) -> StepResult:
         """The result of an invalid text: the state stays the same; the policy reads the reason."""

@@ -130,9 +130,6 @@ class Settings:
     id_prefixes: tuple[str, ...] = ()  # beginnings of its task ids; by default its name
 
 
-_SETTINGS = pydantic.TypeAdapter(Settings)
-
-
 def get_env(name: str) -> Any:
     """Import and return an environment's class. `name` is a key of ENVS or "package.module:Class".
     Raises ValueError if the class does not exist or lacks a member."""
@@ -170,17 +167,12 @@ def _problem_of_class(env_class: Any) -> str | None:
         return "has a WIRE that is not a Wire(); see envs/wire.py"
     if problem := problem_of_messages(env_class.PROMPT):
         return f"has an unusable PROMPT: {problem}"
-    name = getattr(env_class, "NAME", "")
-    if name != "" and not (isinstance(name, str) and re.fullmatch(r"[\w-]+", name)):
-        return f"has the NAME {name!r:.40}; expected letters, digits, _ and -"
     try:
         inspect.signature(env_class).bind()
-    except TypeError as error:
-        return f"must be constructed without arguments ({error})"
-    try:
         num_tasks = env_class.num_tasks()
     except (Exception, SystemExit) as error:
-        return f"fails in num_tasks() ({error_line(error, env_class)}); it is static"
+        problem = "fails in __init__ or num_tasks, which take no arguments"
+        return f"{problem} ({error_line(error, env_class)})"
     if not isinstance(num_tasks, int) or num_tasks < 1:
         return f"returns {num_tasks!r:.40} from num_tasks(); expected an int above 0"
     call_static(env_class, "subtask", 0)
@@ -268,7 +260,8 @@ def settings_of(env: str) -> Settings:
         if hasattr(env_class, name.upper())
     }
     try:
-        return _SETTINGS.validate_python({"id_prefixes": (env_name(env),)} | numbers)
+        values = {"id_prefixes": (env_name(env),)} | numbers
+        return pydantic.TypeAdapter(Settings).validate_python(values)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name, value = str(first["loc"][0]).upper(), first["input"]

@@ -52,11 +52,7 @@ class ConnectionLost(ExchangeError):
 
 
 class InvalidAnswer(ExchangeError):
-    """The answer is not HTTP."""
-
-
-class AnswerTooLarge(ExchangeError):
-    """The answer has more than max_bytes."""
+    """The answer is not HTTP, or it is too large."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ class HttpClient:
             response = connection.getresponse()
             body = response.read(self.max_bytes + 1)
             if len(body) > self.max_bytes:
-                raise AnswerTooLarge(f"the answer is larger than {self.max_bytes} bytes")
+                raise InvalidAnswer(f"the answer is larger than {self.max_bytes} bytes")
             if response.length:
                 raise IncompleteRead(body, response.length)
         except BaseException:

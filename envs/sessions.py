@@ -133,8 +133,7 @@ class Sessions:
             for kind, (status, hint) in REFUSALS.items():
                 if isinstance(error, kind):
                     raise ApiError(status, str(error), hint) from error
-            name = getattr(function, "__qualname__", function)
-            problem = f"{name}() raises {error_line(error, self.env_class)}"
+            problem = f"raises {error_line(error, self.env_class)}"
             raise failure(problem, "reset or close the session") from error
 
     async def create(self) -> Session:
@@ -198,7 +197,7 @@ class Sessions:
                 if session.env is not None:  # None if the environment did not start
                     await self.call(session.env.close)
         except ApiError as error:
-            log.error("%s", error)
+            log.error("%s.close() %s", self.env_class.__name__, error)
 
 
 TURN: dict[str, Any] = {
@@ -208,31 +207,28 @@ TURN: dict[str, Any] = {
     "truncated": bool,
     "info": dict,
 }
-INFO: dict[str, Any] = {"success": bool, "score": (int, float)}
 
 
-def as_turn(outcome: Any, method: str = "step()") -> dict[str, Any]:
+def as_turn(outcome: Any) -> dict[str, Any]:
     """Turn the tuple that a user's step() returned into a dict. ApiError if its types are wrong.
 
     >>> as_turn(("You see a door.", 0.0, False, {}))
     Traceback (most recent call last):
-    envs.sessions.ApiError: step() returns 4 values; expected observation, reward, terminated, \
+    envs.sessions.ApiError: returns 4 values; expected observation, reward, terminated, \
 truncated, info
     """
-    if not isinstance(outcome, tuple | list) or len(outcome) != len(TURN):
-        is_list = isinstance(outcome, tuple | list)
-        result = f"{len(outcome)} values" if is_list else f"{outcome!r:.60}"
-        raise failure(f"{method} returns {result}; expected {', '.join(TURN)}")
-    turn = {name: _to_python(value) for name, value in zip(TURN, outcome, strict=True)}
+    values = outcome if isinstance(outcome, tuple | list) else [outcome]
+    if len(values) != len(TURN):
+        raise failure(f"returns {len(values)} values; expected {', '.join(TURN)}")
+    turn = {name: _to_python(value) for name, value in zip(TURN, values, strict=True)}
     for name, value in turn.items():
         if not isinstance(value, TURN[name]):
-            raise failure(f"{method} returns a {type(value).__name__} as {name}")
+            raise failure(f"returns a {type(value).__name__} as {name}")
     if not abs(turn["reward"]) <= 1 + TOLERANCE:  # also NaN, and integers too large for a float
-        raise failure(f"{method} returns a reward that is not a number from -1 to 1")
-    info: dict[str, Any] = {"score": 0} | turn["info"]
-    for name, kind in INFO.items():
-        if not isinstance(_to_python(info.get(name)), kind):
-            raise failure(f"{method} returns a {type(info.get(name)).__name__} as info[{name!r}]")
+        raise failure("returns a reward that is not a number from -1 to 1")
+    success = turn["info"].get("success")
+    if not isinstance(_to_python(success), bool):
+        raise failure(f"returns a {type(success).__name__} as info['success']")
     return turn
 
 
@@ -243,8 +239,8 @@ def _to_python(value: Any) -> Any:
     return value
 
 
-def first_turn(observation: Any, method: str) -> dict[str, Any]:
-    return as_turn((observation, 0, False, False, {"success": False, "score": 0}), method)
+def first_turn(observation: Any) -> dict[str, Any]:
+    return as_turn((observation, 0, False, False, {"success": False, "score": 0}))
 
 
 class Episodes:
@@ -273,17 +269,18 @@ class Episodes:
 
     async def answer(self, method: str, path: str, fields: Any) -> Answer:
         """Answer one request; `fields` is its parsed body or query."""
-        name = self._name({"/state": "state_for_people"}.get(path, path[1:]))
+        names = {"/create": "__init__", "/state": "state_for_people"}
+        name = f"{self.env_class.__name__}.{names.get(path, path[1:])}()"
         try:
             if (method, path) not in self._answers:
                 raise ApiError(404, f"{method} {path}: Not Found", "envs/server.py lists the paths")
             answer = Answer(await self._answers[method, path](fields))
             if (size := len(answer.body)) > MAX_ANSWER_BYTES:
-                limit = f"as JSON; the limit is {MAX_ANSWER_BYTES}"
-                raise failure(f"{name} returns {size} bytes {limit}", "shorten the observation")
+                raise failure(f"returns {size} bytes as JSON; the limit is {MAX_ANSWER_BYTES}")
             return answer
         except ApiError as error:
-            return error_answer(error.status, error.error, error.hint)
+            problem = f"{name} {error.error}" if error.status == 500 else error.error
+            return error_answer(error.status, problem, error.hint)
         except Exception as error:  # JSON cannot hold a value, or a user's WIRE lacks one
             problem = f"{name} returns what cannot be sent ({type(error).__name__}: {error})"
             return error_answer(500, problem, RULES)
@@ -309,8 +306,7 @@ class Episodes:
         async with self.sessions.use(session_id) as session:
             turn = await self._play(session, first_turn, "reset", task_index, seed)
             session.preview = None
-            subtask = await self.sessions.call(self.env_class.subtask, task_index)
-            session.turn = turn | {"subtask": subtask}
+            session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
             return self.wire.reset(session_id, session.turn, task_index)
 
     async def _step(self, fields: Any, extra_method: str = "") -> Any:
@@ -343,15 +339,13 @@ class Episodes:
             result = await self.sessions.call(getattr(session.env, method))
         kind = {"available_actions": list, "state_for_people": dict}.get(method, object)
         if not isinstance(result, kind):
-            expected = f"expected a {kind.__name__}"
-            raise failure(f"{self._name(method)} returns {result!r:.60}; {expected}")
+            raise failure(f"returns {result!r:.60}; expected a {kind.__name__}")
         return result
 
     async def _oracle(self, fields: Any) -> Any:
         answer = await self._ask(fields, "oracle")
         if not isinstance(answer, tuple | list) or [type(part) for part in answer] != [str, str]:
-            problem = f"returns {answer!r:.60}; expected a thought and an action"
-            raise failure(f"{self._name('oracle')} {problem}")
+            raise failure(f"returns {answer!r:.60}; expected a thought and an action")
         return {"thought": answer[0], "action": answer[1]}
 
     def _session_id(self, fields: Any) -> int:
@@ -372,16 +366,12 @@ class Episodes:
                 raise ApiError(409, f"session {session_id} has no episode", hint)
             yield session, turn
 
-    def _name(self, method: str) -> str:
-        return f"{self.env_class.__name__}.{method}()"
-
     async def _play(
-        self, session: Session, read: Callable[[Any, str], dict], method: str, *arguments: Any
+        self, session: Session, read: Callable[[Any], dict], method: str, *arguments: Any
     ) -> dict:
         """Call reset or step; `read` converts its result to a turn."""
         try:
-            result = await self.sessions.call(getattr(session.env, method), *arguments)
-            turn = read(result, self._name(method))
+            turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
         except ApiError as error:
             if error.status == 500:  # the environment's state is unknown until the next reset
                 session.turn = session.preview = None

@@ -10,7 +10,6 @@ import pytest
 
 import envs.http
 from envs.http import (
-    AnswerTooLarge,
     ConnectionLost,
     ExchangeError,
     ExchangeTimeout,
@@ -62,7 +61,7 @@ def response(body):
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
-        (HEAD + b"\r\n" + b" " * 10_000_000, AnswerTooLarge, "larger than 1048576"),
+        (HEAD + b"\r\n" + b" " * 10_000_000, InvalidAnswer, "larger than 1048576"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", InvalidAnswer, "not HTTP"),
         (b"", ConnectionLost, "closed connection"),
         (HEAD + b"Content-Length: 700\r\n\r\n[1,2]", ConnectionLost, "IncompleteRead"),
