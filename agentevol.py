@@ -157,11 +157,10 @@ def train(config: EvolConfig) -> Run:
             iteration, step_index = divmod(step - 1, config.steps_per_iteration)
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------- 1 the evolving set
-            with session.saving_on_failure():
-                if step_index == 0 or not evolving:
-                    with clock("time/rollout_s"):
-                        evolving, explored = evolve(session, files, step, demonstrations)
-                w.sleep_sampler()  # before the weights change, in case it fails
+            if step_index == 0 or not evolving:
+                with clock("time/rollout_s"):
+                    evolving, explored = evolve(session, files, step, demonstrations)
+            w.sleep_sampler()  # before the weights change, in case it fails
             if step_index == 0:
                 metrics |= explored
                 if iteration:  # the first iteration begins with the initial weights

@@ -201,7 +201,9 @@ class RunConfig(UpdateOptions):
     """maximum turns per evaluation episode [paper: 30]; if not given, the largest of --rounds"""
     stop_at: float | None = None
     """stop when held-out success reaches this (0..1); if not given, never"""
-    save_every: int = 20  # write a checkpoint every N steps and at the end [paper: 25]
+    save_every: int = 20
+    """write a checkpoint every N steps and at the end; Ctrl-C and errors save as well,
+    but `kill -9` loses the steps since the last checkpoint [paper: 25]"""
     keep_last: int = 2  # how many of the latest checkpoints to keep, besides the best
     run_dir: str | None = None
     """folder of the run; if not given, runs/<env>-<method>-<date-time>"""

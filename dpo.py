@@ -186,7 +186,7 @@ def train(config: DpoConfig) -> Run:
             metrics: dict[str, Any] = {}
             # ------------------------------------------------------------------------------ 1 pairs
             if loaded_iteration != iteration:
-                with session.saving_on_failure(), clock("time/rollout_s"):
+                with clock("time/rollout_s"):
                     pairs, ref_sums, explored = pairs_of_iteration(session, files, step, file_pairs)
                 metrics |= explored if step_index == 0 else {}
                 loaded_iteration = iteration
@@ -201,8 +201,7 @@ def train(config: DpoConfig) -> Run:
                 rows, epochs = portion(step_index + 1, len(pairs), size, key)
                 batch = batch_of([pairs[row] for row in rows], w.pad_id)  # B = 2 rows per pair
                 batch.ref_sums = ref_sums[rows].flatten()  # (B,)
-                with session.saving_on_failure():
-                    w.sleep_sampler()
+                w.sleep_sampler()
                 w.set_learning_rates(step)
                 objective = w.objective_for(len(batch))
                 with clock("time/update_s"):

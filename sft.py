@@ -135,8 +135,7 @@ def train(config: SftConfig) -> Run:
             batch = w.batch_of([training[row] for row in rows])
 
             # ----------------------------------------------------------------------------- 2 update
-            with session.saving_on_failure():
-                w.sleep_sampler()
+            w.sleep_sampler()
             w.set_learning_rates(step)
             with clock("time/update_s"):
                 metrics = imitate(w.policy, batch, w.objective_for(len(batch)), seed=step)
@@ -146,7 +145,7 @@ def train(config: SftConfig) -> Run:
             # ---------------------------------------------------------------- 3 measure, log, save
             if held_out and is_due(step, config.eval_every or steps_per_epoch, config.steps):
                 memory_advice = advice("time/log_probs_s", vars(config))
-                with session.saving_on_failure(weights_changed=True), memory_advice:
+                with session.saving_on_failure(), memory_advice:
                     metrics["eval/loss"] = loss_on(w, held_out)
                     note_loss(session, step, metrics["eval/loss"])
             metrics |= sync_if_evaluated(session, step, batch, clock)

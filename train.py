@@ -94,7 +94,7 @@ def train(config: Config) -> Run:
 
             # --------------------------------------------------------------------------- 2 roll out
             requests = requests_of(step, w.tasks, config, horizons)
-            with session.saving_on_failure(), clock("time/rollout_s"):
+            with clock("time/rollout_s"):
                 trajectories, speed = w.roll_out(requests)
             if c.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=c.seed + step)
@@ -107,7 +107,7 @@ def train(config: Config) -> Run:
                 # ---------------------------------------------------------------------- 3 log-probs
                 batch = make_batch(usable, w.pad_id)
                 objective, step_weight = keep_num_steps(config, len(usable), num_compared)
-                with session.saving_on_failure(), clock("time/log_probs_s"):
+                with clock("time/log_probs_s"):
                     w.score(batch, objective)
 
                 # --------------------------------------------------------------------- 4 advantages
@@ -119,20 +119,21 @@ def train(config: Config) -> Run:
                         envs = [t.env for t in usable]
                         batch.advantages = whiten_per_env(batch.advantages, batch.loss_mask, envs)
 
-                # ------------------------------------------------------------------------- 5 update
-                with clock("time/update_s"):
-                    share = step_weight * signal["data/signal_share"]
-                    metrics |= w.update(step, batch, objective, share)
+                with session.saving_on_failure():
+                    # --------------------------------------------------------------------- 5 update
+                    with clock("time/update_s"):
+                        share = step_weight * signal["data/signal_share"]
+                        metrics |= w.update(step, batch, objective, share)
+                    num_trained = int(batch.lengths.sum()) * c.ppo_epochs
+                    seconds = max(clock.values["time/update_s"], 1e-9)
+                    clock.values["update/tokens_per_s"] = num_trained / seconds
+                    clock.values["update/padding_share"] = padding_of(batch, objective, seed=step)
 
-                # --------------------------------------------------------------------------- 6 sync
-                with session.saving_on_failure(weights_changed=True), clock("time/sync_s"):
-                    difference, clock.values["sync/bytes"] = w.sync(step, usable)
-                    metrics["sync/log_prob_diff_mean"] = difference
+                    # ----------------------------------------------------------------------- 6 sync
+                    with clock("time/sync_s"):
+                        difference, clock.values["sync/bytes"] = w.sync(step, usable)
+                        metrics["sync/log_prob_diff_mean"] = difference
 
-                num_trained = int(batch.lengths.sum()) * c.ppo_epochs
-                seconds = max(clock.values["time/update_s"], 1e-9)
-                clock.values["update/tokens_per_s"] = num_trained / seconds
-                clock.values["update/padding_share"] = padding_of(batch, objective, seed=step)
                 for t, row in zip(usable, batch.advantages, strict=True):
                     t.advantages = row[: len(t.input_ids)].tolist()
             else:

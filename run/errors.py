@@ -3,7 +3,7 @@
     0    done
     1    RunFailed: something failed at run time (also OSError: the disk is full or gone)
     2    Misuse: an option, or a file that it names, is not usable; nothing was written
-    130  stopped by Ctrl-C, after saving
+    130  stopped by Ctrl-C, SIGTERM or SIGHUP, after saving
 
 Any other exception is a bug and shows its traceback.
 """

@@ -346,7 +346,7 @@ def sync_if_evaluated(
     config, worker = session.config, session.worker
     if batch is None or not (config.plays and is_due(step, config.eval_every, config.steps)):
         return {}
-    with session.saving_on_failure(weights_changed=True), clock("time/sync_s"):
+    with session.saving_on_failure(), clock("time/sync_s"):
         rows = range(min(len(batch), worker.num_probes))
         lengths = [int(batch.loss_mask[row].argmax()) for row in rows]  # up to the first action
         openings = [batch.input_ids[row, : lengths[row]].tolist() for row in rows]

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import math
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -269,3 +270,43 @@ def table_row(
             cell = format(value, spec)
         cells.append(cell.rjust(width))
     return "".join([*cells, (duration(left_s) if left_s else "-").rjust(TIME_LEFT_WIDTH)])
+
+
+# ------------------------------------------------------------------------- a terminal that closes
+
+
+class _Output:
+    """A text stream that drops what it cannot write any more."""
+
+    def __init__(self, name: str, stream: Any) -> None:
+        # None: closed before the program started.
+        self._name, self._stream = name, stream or open(os.devnull, "w")  # noqa: SIM115
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(functools.partial(self._stream.write, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            other = sys.stdout if self is sys.stderr else sys.stderr
+            line = f"note: {self._name} is closed; the program continues, and Ctrl-C stops it"
+            print(line, file=other, flush=True)
+
+
+@contextlib.contextmanager
+def output_that_can_close() -> Iterator[None]:
+    """In this block, printing does not fail if its reader is gone, for example `head` or a
+    terminal: a run goes on for hours without it."""
+    stdout: Any = _Output("standard output", sys.stdout)
+    stderr: Any = _Output("standard error", sys.stderr)
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        yield

@@ -2,10 +2,10 @@
 
 The four programs define what a training step does; this file turns steps into a run:
 
-    open       lock the directory, handle Ctrl-C and SIGTERM, make a `Worker`
+    open       lock the directory, handle Ctrl-C, SIGTERM and SIGHUP, make a `Worker`
     restore    with --resume: load the newest checkpoint and cut the logs back to it
     each step  evaluate when due, log, check for collapse, save when due
-    end        close; after Ctrl-C, save first and print the command to resume
+    end        close; after Ctrl-C or an error, save first and print the command to resume
 
 Read next: `run/checkpoint.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -35,6 +36,7 @@ from reporting.trackers import TrackerError, Trackers
 from run import checkpoint, progress, rundir
 from run.clock import Clock
 from run.errors import (
+    CheckpointError,
     Misuse,
     RunFailed,
     SyncError,
@@ -85,15 +87,9 @@ def open_session(
         run.save_tokenizer(worker.tokenizer)
         try:
             yield session
-        except (KeyboardInterrupt, RunFailed) as error:
-            is_interrupt = isinstance(error, KeyboardInterrupt)
-            if is_interrupt or (session.failure and session.completed_step):
-                session.save_completed()
-                distributed.say(
-                    f"\nstopped after step {session.completed_step}; a checkpoint is saved. "
-                    f"Resume with:\n  {run.resume_command()}"
-                )
-            if is_interrupt:
+        except BaseException as error:
+            session.save_before_exit(error)
+            if isinstance(error, KeyboardInterrupt):
                 distributed.barrier()
             raise
         distributed.barrier()
@@ -107,7 +103,7 @@ class Session(Generic[WorkerType]):
         best, best_step: the best held-out success (0..1) and its step. If sft.py never plays,
             `best` is minus the held-out loss.
         evaluated_step: step of the last evaluation counted in `best` and the sentinels.
-        failure: an error to raise after the completed steps are saved (`saving_on_failure`).
+        failure: an error to raise after the current step is saved (`saving_on_failure`).
     """
 
     logger: MetricsLogger
@@ -117,7 +113,7 @@ class Session(Generic[WorkerType]):
     ) -> None:
         self.config, self.run, self.worker, self.stop = config, run, worker, stop
         self.completed_step = self.saved_step = 0
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.sentinels = Sentinels()
         self.best: float | None = None
         self.best_step: int | None = None
@@ -149,6 +145,7 @@ class Session(Generic[WorkerType]):
                 self.time_left.note(timings)
             self.tidy_up()
             distributed.say(f"resumed after step {self.completed_step}")
+        self.note_completed(self.completed_step)
 
     def load_checkpoint(self) -> None:
         """Load the newest checkpoint, if there is one."""
@@ -176,6 +173,7 @@ class Session(Generic[WorkerType]):
     def steps_left(self) -> Iterator[int]:
         """The remaining steps, counted from 1. Stops when held-out success reaches --stop-at."""
         stop_at = self.config.stop_at
+        self.note_completed(self.completed_step)  # it may have been evaluated since
         for step in range(self.completed_step + 1, self.config.steps + 1):
             if stop_at is not None and self.best is not None and self.best >= stop_at:
                 distributed.say(f"held-out success {self.best:.1%} has reached --stop-at {stop_at}")
@@ -186,25 +184,30 @@ class Session(Generic[WorkerType]):
             progress.heading(f"step {step}/{self.config.steps}{time_left}")
             yield step
 
-    @contextlib.contextmanager
-    def saving_on_failure(self, weights_changed: bool = False) -> Iterator[None]:
-        """Put this around work that can fail for outside reasons, so that no update is lost.
+    def note_completed(self, step: int) -> None:
+        """Remember the session's state after `step`. Until the weights change, a checkpoint of this
+        state can be saved at any time."""
+        self.completed_step, self.completed_state = step, self.state_dict()
+        self.completed_changes = self.worker.num_weight_changes
 
-        An error raised before the step changes the weights ends the run, and `open_session` saves
-        the steps before it. An error after that (`weights_changed`) is kept until `finish_step`
-        has logged and saved the step; the resumed run then repeats the work that failed.
+    def has_new_weights(self) -> bool:
+        """Whether the weights have changed since the last completed step."""
+        return self.worker.num_weight_changes != self.completed_changes
+
+    @contextlib.contextmanager
+    def saving_on_failure(self) -> Iterator[None]:
+        """Put this around work after which the weights can be new, so that no update is lost.
+
+        With new weights, an error is kept until `finish_step` has logged and saved the step, and
+        the resumed run goes on after it. With the old weights, the error is raised at once:
+        `open_session` saves the completed steps, and the resumed run repeats this one.
         """
         try:
             yield
-        except RunFailed as error:
-            # Saving is collective, so all ranks must have failed. These three errors are raised on
-            # every rank, because they follow from numbers gathered from all ranks.
-            on_all_ranks = isinstance(error, TooManyEnvFailures | SyncError | TrainingError)
-            on_all_ranks |= distributed.world_size() == 1 or distributed.is_known_to_all(error)
-            if on_all_ranks:
-                self.failure = error
-            if not (weights_changed and on_all_ranks):
+        except (Exception, SystemExit) as error:
+            if not self.has_new_weights() or not is_on_all_ranks(error):
                 raise
+            self.failure = error
 
     # Evaluation
 
@@ -229,7 +232,7 @@ class Session(Generic[WorkerType]):
         is_eval_step = is_due(step, self.config.eval_every, self.config.steps)
         if is_eval_step and not self.failure and not self.stop.agreed():
             interruptible = contextlib.suppress(KeyboardInterrupt)
-            with self.saving_on_failure(weights_changed=True), interruptible, clock("time/eval_s"):
+            with self.saving_on_failure(), interruptible, clock("time/eval_s"):
                 return self.evaluate(step)
         return {}
 
@@ -277,16 +280,16 @@ class Session(Generic[WorkerType]):
         Raises:
             TrainingError: the run is collapsing, with --on-collapse stop.
             KeyboardInterrupt: Ctrl-C was pressed during the step.
-            RunFailed: something failed after the step had changed the weights.
+            Exception: something failed after the step had changed the weights.
         """
         # Log before saving: a resumed run drops log lines from after its checkpoint.
         self.logger.log(step, metrics)
-        self.completed_step = step
         collapse = self.watch(step, metrics)
+        self.note_completed(step)
         is_save_step = is_due(step, self.config.save_every, self.config.steps)
         if is_save_step or self.best_step == step or collapse or self.failure:
             with clock("time/save_s"):
-                self.save(step)
+                self.save()
         timings = clock.values | {
             "time/step_s": clock.total(),
             "memory/peak_bytes": clock.peak_bytes(),
@@ -344,9 +347,10 @@ class Session(Generic[WorkerType]):
         c = self.config
         return {"algorithm": c.name, "model": c.model, "lora_rank": c.lora_rank}
 
-    def save(self, step: int) -> None:
-        """Save a checkpoint of the state after `step`. Collective."""
-        worker, state = self.worker, self.identity() | self.state_dict()
+    def save(self) -> None:
+        """Save a checkpoint of the last completed step. Collective."""
+        worker, step = self.worker, self.completed_step
+        state = self.identity() | self.completed_state
         with progress.phase("saving"):
             checkpoint.save(self.run.path, step, worker.export, worker.parts(), state)
         self.saved_step = step
@@ -354,9 +358,27 @@ class Session(Generic[WorkerType]):
 
     def save_completed(self) -> None:
         """Save a checkpoint of the last completed step, unless it has one already."""
-        step = self.completed_step
-        if step > self.saved_step or not checkpoint.steps_saved(self.run.path):
-            self.save(step)
+        if self.completed_step > self.saved_step or not checkpoint.steps_saved(self.run.path):
+            self.save()
+
+    def save_before_exit(self, error: BaseException) -> None:
+        """Save the completed steps, if the weights are theirs, and print how to resume."""
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if not (self.completed_step or is_interrupt) or not is_on_all_ranks(error):
+            return
+        if not self.has_new_weights() and not isinstance(error, CheckpointError):
+            try:
+                self.save_completed()
+            except CheckpointError as problem:
+                if is_interrupt:  # its exit code says that everything is saved
+                    raise
+                distributed.say(f"\n{problem}")
+        step, first = self.completed_step, self.saved_step + 1
+        outcome = "a checkpoint is saved"
+        if first <= step:
+            outcome = f"no checkpoint has steps {first} to {step}, so a resumed run repeats them"
+        command = self.run.resume_command()
+        distributed.say(f"\nstopped after step {step}; {outcome}. Resume with:\n  {command}")
 
     def tidy_up(self) -> None:
         """Point checkpoints/best at the best step, and delete old checkpoints."""
@@ -369,15 +391,24 @@ class Session(Generic[WorkerType]):
         distributed.run_on_rank_0("tidying up checkpoints", work)
 
 
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Whether every rank raises this error, so that all of them can save, which is collective."""
+    # These errors follow from numbers gathered from all ranks.
+    shared = KeyboardInterrupt | TooManyEnvFailures | SyncError | TrainingError
+    is_alone = distributed.world_size() == 1
+    return is_alone or isinstance(error, shared) or distributed.is_known_to_all(error)
+
+
 def is_due(step: int, every: int, last: int) -> bool:
     return bool(every) and (step % every == 0 or step == last)
 
 
-# ------------------------------------------------------------------------------------------- Ctrl-C
+# ------------------------------------------------------------------------ Ctrl-C, a closed terminal
 
 
 class StopRequests:
-    """Handles Ctrl-C and SIGTERM (which job schedulers send) at points where nothing is lost.
+    """Handles Ctrl-C, SIGTERM (sent by job schedulers) and SIGHUP (sent when a terminal closes) at
+    points where nothing is lost. Under `nohup`, SIGHUP stays ignored.
 
         with stop.allowed():    no weights change here: KeyboardInterrupt is raised at once
             roll_out()
@@ -385,8 +416,9 @@ class StopRequests:
         if stop.agreed():       all processes get the same answer
             save()
 
-    A second Ctrl-C exits at once, without saving. A launcher passes Ctrl-C on, so its processes
-    get it twice; under a launcher, two signals within a few seconds count as one request.
+    A second Ctrl-C exits at once, without saving; the other signals often come twice. A launcher
+    passes Ctrl-C on, so its processes get it twice; under a launcher, two signals within a few
+    seconds count as one request.
     """
 
     SAME_REQUEST_S = 3.0
@@ -398,7 +430,9 @@ class StopRequests:
         self._is_launched = "WORLD_SIZE" in os.environ
 
     def __enter__(self) -> StopRequests:
-        signals = (signal.SIGINT, signal.SIGTERM)
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
         self._old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
         return self
 
@@ -427,20 +461,26 @@ class StopRequests:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.is_requested:
             is_recent = time.monotonic() - self._request_s < self.SAME_REQUEST_S
-            if is_recent and self._is_launched:
+            if signum != signal.SIGINT or (is_recent and self._is_launched):
                 return
-            os.write(2, b"\nstopped without saving\n")
+            self._write("stopped without saving")
             os._exit(130)
         self.is_requested, self._request_s = True, time.monotonic()
         if distributed.rank() == 0:
-            os.write(2, b"\nstopping; press Ctrl-C again to exit without saving\n")
+            self._write("stopping; press Ctrl-C again to exit without saving")
         if self._is_allowed:
             raise KeyboardInterrupt
+
+    def _write(self, line: str) -> None:
+        """Print on stderr. In a signal handler, `print` could interrupt another `print`."""
+        with contextlib.suppress(OSError):  # the terminal is closed
+            os.write(sys.stderr.fileno(), f"\n{line}\n".encode())
 
 
 # --------------------------------------------------------------------------------- the command line
 
 
+@progress.output_that_can_close()
 def command_line(
     argv: Sequence[str] | None,
     summary: str,

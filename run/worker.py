@@ -83,6 +83,7 @@ class Worker:
 
     openings: list[list[int]]  # first prompt of one task per environment, as token ids
     num_probes = 2  # number of prompts used to check each weight sync
+    num_weight_changes = 0  # optimizer steps, and policies that were freed or got a new optimizer
     kl_controller: FixedKLController | None = None
     pool: EnvPools
     engine: Engine
@@ -203,15 +204,29 @@ class Worker:
         """Shard a model over the processes and make its optimizer."""
         keep_for_backward(model, choose_keep(self.config.gradient_checkpointing, self.device))
         model = distributed.shard(self.accelerator, model.train())
-        return Learner(self.accelerator, model, _optimizer_of(model, learning_rate))
+        return Learner(self.accelerator, model, self.optimizer_of(model, learning_rate))
+
+    def optimizer_of(self, model: Any, learning_rate: float) -> torch.optim.Optimizer:
+        """AdamW for the weights of `model` that are trained."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
+        optimizer.register_step_post_hook(lambda *_: self.count_weight_change())
+        return optimizer
+
+    def count_weight_change(self) -> None:
+        """The session can save a completed step only until the weights change again."""
+        self.num_weight_changes += 1
 
     def with_new_optimizer(self, learner: Learner) -> Learner:
         """The same model with a new optimizer."""
-        return learner._replace(optimizer=_optimizer_of(learner.model, self.config.learning_rate))
+        self.count_weight_change()
+        rate = self.config.learning_rate
+        return learner._replace(optimizer=self.optimizer_of(learner.model, rate))
 
     def free_policy(self) -> None:
         """Free the policy's memory before another policy is loaded. This takes some care:
         accelerate keeps a reference to it, and sharded models contain reference cycles."""
+        self.count_weight_change()
         distributed.forget(self.accelerator, self.policy.model)
         del self.policy
         gc.unfreeze()  # vLLM froze every object that existed when it started
@@ -385,11 +400,6 @@ class Worker:
             target = folder / "adapter" if distributed.rank() == 0 else None
             lm = self.accelerator.unwrap_model(policy).lm
             save_adapter(lm, target, self.start)
-
-
-def _optimizer_of(model: Any, learning_rate: float) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
 
 
 def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) -> list[str]:

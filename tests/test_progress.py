@@ -1,6 +1,8 @@
 """run/progress.py: a progress line every 30 s, the time left, and the table's rows."""
 
 import math
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -112,6 +114,31 @@ def test_the_time_left_is_that_of_the_remaining_steps_and_evaluations():
     for _ in range(RECENT):
         time_left.note({"time/step_s": 20.0})
     assert time_left.after(20) == 1600
+
+
+# --- A terminal that closes ----------------------------------------------------------------------
+
+PRINTS = """
+import sys
+from run.progress import output_that_can_close
+
+with output_that_can_close():
+    sys.stdin.read()  # until the test has closed our output
+    for stream in (sys.stdout, sys.stderr, sys.stdout, sys.stderr):
+        print("-" * 100_000, file=stream, flush=True)
+"""
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_program_continues_if_the_reader_of_its_output_is_gone(closed):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", PRINTS], text=True, **pipes) as process:
+        getattr(process, closed).close()
+        process.stdin.close()
+        output = (process.stderr if closed == "stdout" else process.stdout).read()
+    assert process.returncode == 0
+    (note,) = [line for line in output.splitlines() if not line.startswith("---")]
+    assert "is closed; the program continues" in note and output.count("-" * 100_000) == 2
 
 
 # --- The table -----------------------------------------------------------------------------------

@@ -286,6 +286,19 @@ def test_ctrl_c_interrupts_a_rollout_at_once_and_waits_for_the_end_of_an_update(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_sighup_is_heard_once_unless_it_was_ignored_at_the_start():
+    """A closing terminal sends it twice, the second time through the shell. nohup ignores it."""
+    with StopRequests() as stop:
+        send_signal(signal.SIGHUP)
+        send_signal(signal.SIGHUP)
+        assert stop.agreed()
+    old_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequests() as stop:
+        send_signal(signal.SIGHUP)
+        assert not stop.agreed()
+    signal.signal(signal.SIGHUP, old_handler)
+
+
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_second_ctrl_c_exits_at_once_and_a_launchers_copy_of_the_first_is_ignored(
     is_launched, monkeypatch, capfd
@@ -296,7 +309,7 @@ def test_a_second_ctrl_c_exits_at_once_and_a_launchers_copy_of_the_first_is_igno
         monkeypatch.setenv("WORLD_SIZE", "1")
     expected = contextlib.nullcontext() if is_launched else pytest.raises(SystemExit, match="130")
     with StopRequests() as stop, expected:
-        send_signal()
         send_signal(signal.SIGTERM)
+        send_signal()
         assert is_launched and stop.agreed()
     assert ("stopped without saving" in capfd.readouterr().err) == (not is_launched)
