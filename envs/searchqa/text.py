@@ -7,10 +7,10 @@
                         Doc 3(Title: ...) text</information>
 
 Only the first complete tag counts. Passages are untrusted text. Within a passage, the "<" of every
-tag and of "<|" (which starts the special tokens of many chat templates) is replaced by another
-character. So a passage cannot close its <information> or pose as the policy. An answer is correct
-if it equals a golden answer after Search-R1's normalization, which is SQuAD's
-(https://arxiv.org/abs/1606.05250).
+tag is replaced by another character, so a passage cannot close its <information> or pose as the
+policy. "<|" is replaced for models behind an API; for all others, chat.py makes the control tokens
+of any model family ordinary text. An answer is correct if it equals a golden answer after
+Search-R1's normalization, which is SQuAD's (https://arxiv.org/abs/1606.05250).
 """
 
 import re
