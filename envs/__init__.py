@@ -20,15 +20,16 @@ class has these members:
     reset(task_index, seed=0) -> observation
     step(action) -> observation, reward, terminated, truncated, info    (Gymnasium's order)
     available_actions() -> list of the actions that the current state accepts
-    parse(model_text) -> action; raises ParseError, whose message the policy reads  (static)
-    say(thought, action) -> text from which parse reads that action                 (static)
+    parse(model_text) -> action, a str; raises ParseError, whose message the policy reads  (static)
+    say(thought, action) -> text from which parse reads exactly that action                (static)
     oracle() -> (thought, action), a good move from the current state
     subtask(task_index) -> name of the group that evaluation tables put the task in  (class)
     state_for_people() -> dict that the viewer shows beside an episode
     close()
 
-`reward` is the reward of this turn. The rewards of an episode sum to 0..1, and `info["success"]`
-tells whether the task is solved. Optional members are the fields of `Settings`, in capitals; NAME;
+`reward` is the reward of this turn. After every step, the rewards of an episode sum to 0..1, and
+`info["success"]` tells whether the task is solved. A <think> ... </think> in the policy's text is
+cut off before parse reads it. Optional members are the fields of `Settings`, in capitals; NAME;
 the class methods open_shared() and close_shared(), for resources that all sessions share; and
 variant(), which identifies the options and simulator version that affect what the agent reads. A
 trainer imports the class on a machine that may lack the simulator, so import the simulator only
@@ -86,7 +87,8 @@ class ClassError(ValueError):
 
     def __init__(self, env_class: Any, problem: str) -> None:
         self.env = f"environment {env_class.__module__}:{env_class.__name__}"
-        self.problem = f"the class {problem}; parse, say and subtask are static and return text"
+        rule = "parse, say and subtask are static and return text; parse may raise envs.ParseError"
+        self.problem = f"the class {problem}; {rule}"
         super().__init__(f"{self.env}: {self.problem}")
 
 
@@ -198,10 +200,10 @@ def call_static(env_class: Any, method: str, *arguments: Any) -> str:
 
 
 def error_line(error: BaseException, env_class: Any) -> str:
-    """The error's type and message, and the line of the class's file that led to it."""
-    file = inspect.getfile(env_class)
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    where = f" at {Path(file).name}, line {lines[-1]}" if lines else ""
+    """The error's type and message, and the line of the class's module that led to it."""
+    module, trace = env_class.__module__, traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in trace if frame.f_globals.get("__name__") == module]
+    where = f" at {module}, line {lines[-1]}" if lines else ""
     return f"{type(error).__name__}: {error}{where}"
 
 

@@ -115,11 +115,11 @@ def play(env: Any, task_index: int, seed: int) -> None:
     print(f"return {total:g}")
 
 
-def command_line(env_class: Any, name: str, task_index: int) -> None:
-    """`python -m envs.NAME`: play one task in the terminal, by default `task_index`."""
+def command_line(env_class: Any, package: str, task_index: int) -> None:
+    """`python -m PACKAGE`: play one task in the terminal, by default `task_index`."""
     last = env_class.num_tasks() - 1
     parser = argparse.ArgumentParser(
-        prog=f"python -m envs.{name}",
+        prog=f"python -m {package}",
         description=f"Play a {env_class.__name__} task in the terminal.",
     )
     parser.add_argument(

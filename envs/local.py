@@ -5,7 +5,7 @@
 
 Everything else is the same code, so rewards, errors and limits are the same as with a server.
 Running locally saves the cost of HTTP but gives up its protection: an environment that leaks
-memory, crashes or is slow does so inside the trainer. Read first: `envclient.py`,
+memory, hangs or is slow does so inside the trainer. Read first: `envclient.py`,
 `envs/sessions.py`.
 """
 

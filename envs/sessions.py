@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -49,7 +49,7 @@ REFUSALS: dict[type[Exception], tuple[int, str]] = {
     EpisodeEndedError: (409, "POST /reset starts the next episode"),
     OracleLost: (409, "the episode can continue: send the next action with POST /step"),
 }
-log = logging.getLogger("envs.server")
+log_once = cache(logging.getLogger("envs.server").error)
 
 
 class Answer(JSONResponse):
@@ -197,7 +197,7 @@ class Sessions:
                 if session.env is not None:  # None if the environment did not start
                     await self.call(session.env.close)
         except ApiError as error:
-            log.error("%s.close() %s", self.env_class.__name__, error)
+            log_once(f"{self.env_class.__name__}.close() {error}")
 
 
 TURN: dict[str, Any] = {

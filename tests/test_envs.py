@@ -187,7 +187,7 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
             "step",
             "info = {",
             "raise SystemExit(3)\n        info = {",
-            "SystemExit: 3 at coin.py, li",
+            "SystemExit: 3 at far.coin, li",
         ),
     ],
 )

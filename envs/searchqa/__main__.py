@@ -5,4 +5,4 @@ from envs.searchqa.env import SearchQA
 from envs.searchqa.questions import FIRST_FACTBOOK
 
 if __name__ == "__main__":
-    command_line(SearchQA, "searchqa", task_index=FIRST_FACTBOOK)
+    command_line(SearchQA, "envs.searchqa", task_index=FIRST_FACTBOOK)

@@ -4,4 +4,4 @@ from envs.common import command_line
 from envs.textcraft.env import TextCraft
 
 if __name__ == "__main__":
-    command_line(TextCraft, "textcraft", task_index=140)
+    command_line(TextCraft, "envs.textcraft", task_index=140)
