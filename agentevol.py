@@ -250,7 +250,7 @@ def evolve(
         saved = evolving, {"metrics": metrics, "origins": dict(origins)}
         files.write(iteration + 1, *saved)
     records, summary = saved
-    return [encode(w.chat, record) for record in records], summary["metrics"]
+    return [encode(w.chat, record, trust_ids=True) for record in records], summary["metrics"]
 
 
 def select(

@@ -139,6 +139,12 @@ class ChatTemplate:
             return text[len(self._lead) :]
         return self._thought + text.removeprefix(self._lead_of_thought)
 
+    def is_action(self, ids: Sequence[int]) -> bool:
+        """Whether an action may have these ids: they have no control token except for the marks of
+        a thought and a stop token at the end."""
+        inner = ids[:-1] if ids[-1] in self.stop_token_ids else ids
+        return all("think" in self._control.get(token, "think").lower() for token in inner)
+
     # ------------------------------------------------------------------------ cutting the template
 
     def _cut_separator(self, separator: str) -> None:

@@ -74,7 +74,7 @@ class Example:
 
     record: Record
     trajectory: RolloutHandler
-    is_reencoded: bool = False  # sampled with another tokenizer, so its text was encoded again
+    is_reencoded: bool = False  # its ids were not usable, so its text was encoded again
 
     @property
     def task_id(self) -> str:
@@ -105,26 +105,26 @@ def parts_of(record: Record) -> tuple[list[Any], list[Any]]:
     return turns[: first - 1], turns[first - 1 :]
 
 
-def encode(chat: ChatTemplate, record: Record) -> Example:
-    """Encode a record as sampling would have done. A turn's sampled ids are used if this tokenizer
-    decodes them to the same text.
+def encode(chat: ChatTemplate, record: Record, trust_ids: bool = False) -> Example:
+    """Encode a record as sampling would have done. Its sampled ids are used if they are exact or
+    `trust_ids`: this run has sampled or checked them before. If not, the record loses them.
 
     NOTE: without ids, an action that was cut at a token limit is encoded with an end-of-turn token,
     as if the policy had ended it.
     """
+    is_reencoded = not trust_ids and not has_exact_ids(chat, record)
+    if is_reencoded:
+        texts = [{k: v for k, v in t.items() if k != "ids"} for t in record["conversations"]]
+        record = record | {"conversations": texts}
     prompt_part, (opening, *turns) = parts_of(record)
     prompt = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in prompt_part]
     actions, answers = turns[::2], turns[1::2]
     item_id = str(record["item_id"])
     handler = RolloutHandler(item_id, 0, "", item_id, "", 0, 0, len(actions))
     handler.start(chat, prompt, opening["value"])
-    is_reencoded = False
     for i, turn in enumerate(actions):
         handler.next_prompt()
-        ids = turn.get("ids")
-        if not (ids and has_exact_ids(chat, turn)):
-            is_reencoded |= bool(ids)
-            ids = chat.action(turn["value"])
+        ids = turn.get("ids") or chat.action(turn["value"])
         handler.add_action(chat, ids, [0.0] * len(ids))
         if not turn.get("loss"):
             start = handler.turns[-1].action_span[0]
@@ -135,10 +135,14 @@ def encode(chat: ChatTemplate, record: Record) -> Example:
     return Example(record, handler, is_reencoded)
 
 
-def has_exact_ids(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
-    """Whether this tokenizer decodes the ids of a turn to its text."""
-    is_known = max(turn["ids"]) < len(chat.tokenizer)
-    return is_known and chat.text_of(turn["ids"]) == turn["value"]
+def has_exact_ids(chat: ChatTemplate, record: Record) -> bool:
+    """Whether this tokenizer decodes all ids in a record to the texts beside them. A control token
+    decodes to text, too, so a file could hide one in a turn; then the result is False."""
+    sampled = [(turn["ids"], turn["value"]) for turn in record["conversations"] if turn.get("ids")]
+    return all(
+        max(ids) < len(chat.tokenizer) and chat.text_of(ids) == text and chat.is_action(ids)
+        for ids, text in sampled
+    )
 
 
 # ------------------------------------------------------------------------------------------ oracles
