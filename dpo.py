@@ -54,7 +54,7 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import Misuse, Objective, checked, value_errors_as_misuse
 from data import ROUNDING, Example, Record, Texts, encode
-from formats import check_record, read_objects, read_records, turns_of
+from formats import check_keys, check_record, read_objects, read_records, turns_of
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (
@@ -469,7 +469,7 @@ def pairs_of_iteration(
     iteration, step_index = divmod(step - 1, config.steps_per_iteration)
     if (saved := files.read(iteration + 1, must_exist=step_index > 0)) is not None:
         lines, summary = saved
-        pairs = [parse_pair(line, str(line["id"]), w.chat) for line in lines]
+        pairs = [parse_pair(line, str(line["id"]), w.chat, trust_ids=True) for line in lines]
         sums = [(line["ref_chosen"], line["ref_rejected"]) for line in lines]
         return pairs, torch.tensor(sums).reshape(-1, 2), summary["metrics"]
     counts: Counter[str] = Counter()
@@ -590,7 +590,7 @@ def read_pairs(
     return _filter(read_objects(paths, partial(parse_pair, chat=chat)), config, counts)
 
 
-def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
+def parse_pair(content: Any, name: str, chat: ChatTemplate, trust_ids: bool = False) -> Pair:
     """Convert an object of a pair file to a pair; `name` is the task of an object without an id.
 
     Raises:
@@ -601,6 +601,8 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
         text = repr(content)[:80]
         raise ValueError(f'{text}: expected {{"id", "prompt", "chosen", "rejected"}}')
     records = {side: content[side] if isinstance(content[side], dict) else {} for side in sides}
+    for part in (content, *records.values()):
+        check_keys(part)
     ids = [o["item_id"] for o in (content, *records.values()) if o.get("item_id") is not None]
     if len(set(map(str, ids))) > 1:
         raise ValueError(f"both sides need the same task, not {' and '.join(map(str, ids))}")
@@ -612,12 +614,12 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
         try:
             turns = _turns(content[side], "gpt")
             turns = [{"loss": True, **t} if t.get("from") == "gpt" else t for t in turns]
-            record = {"item_id": str(ids[0]), "conversations": prompt + turns}
+            record = {"item_id": str(ids[0]), "conversations": _join(prompt, turns)}
             fields = records[side]
             total = content.get(f"{side}_return", fields.get("return", fields.get("reward")))
             if total is not None:
                 record["return"] = total
-            examples.append(encode(chat, check_record(record)))
+            examples.append(encode(chat, check_record(record), trust_ids))
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from None
     pair = Pair(*examples)
@@ -629,7 +631,7 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate) -> Pair:
 def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
     """Convert text, messages, turns or a conversation to turns."""
     if isinstance(content, dict):
-        content = content.get("conversations", content.get("messages"))
+        content = content.get("conversations", content.get("messages", content))
     if isinstance(content, str) and content:
         content = [{"from": speaker, "value": content}]
     is_list = isinstance(content, list) and all(isinstance(turn, dict) for turn in content)
@@ -639,6 +641,20 @@ def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
             '{"from", "value"} or {"role", "content"}'
         )
     return turns_of(content) if any("role" in turn for turn in content) else content
+
+
+def _join(prompt: list[dict[str, Any]], turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation of a side. If its turns repeat the prompt, they are the whole conversation,
+    perhaps with a system text before the prompt."""
+    opening, texts = ([(t.get("from"), t.get("value")) for t in part] for part in (prompt, turns))
+    if opening and texts[0][0] != "gpt":
+        start = 1 if texts[0][0] == "system" != opening[0][0] else 0
+        end = start + len(opening)
+        if texts[start:end] == opening:
+            return [turn | {"loss": False} for turn in turns[:end]] + turns[end:]
+        if opening[-1][0] == "human":
+            raise ValueError("it neither answers nor repeats the prompt: leave the prompt out")
+    return prompt + turns
 
 
 def format_pair(pair: Pair) -> Record:

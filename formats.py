@@ -30,6 +30,15 @@ EXPECTED = (
     'expected {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}, or '
     '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
 )
+MESSAGE_KEYS, TURN_KEYS = ("role", "content", "weight"), ("from", "value", "loss", "ids")
+IGNORED_KEYS = (  # of a message or turn: nothing in them is learned
+    *("id", "uuid", "name", "model", "date", "timestamp", "created", "created_at", "index"),
+    *("type", "status", "source", "language", "finish_reason", "stop_reason", "usage", "metadata"),
+)
+UNREAD_KEYS = (  # of an object: they would change its conversation
+    *("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs"),
+    *("image", "images", "audio", "audios", "video", "videos"),
+)
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Record]:
@@ -102,6 +111,7 @@ def to_record(content: Any, name: str) -> Record | None:
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"not a line of a run's trajectories ({str(error)[:200]})") from None
         return check_record(record) if record else None
+    check_keys(content)
     turns = content.get("conversations")
     if turns is None and isinstance(content.get("messages"), list):
         turns = turns_of(content["messages"])
@@ -116,6 +126,13 @@ def to_record(content: Any, name: str) -> Record | None:
     )
 
 
+def check_keys(content: dict[str, Any]) -> None:
+    """Raise ValueError if an object has a part that would be left out of its conversation."""
+    for key in UNREAD_KEYS:
+        if content.get(key):
+            raise ValueError(f"has {key}, which is not read: write it into a message, or remove it")
+
+
 def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as AgentTraj turns. Assistant turns have loss unless their `weight` is 0."""
     turns = []
@@ -123,11 +140,9 @@ def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
         role = str(message.get("role")) if isinstance(message, dict) else "none"
         if role not in NAMES:
             raise ValueError(f"message {i} has role {role[:60]}, not one of {', '.join(NAMES)}")
-        if message.get("tool_calls"):
-            raise ValueError(
-                f"message {i} has tool_calls, which are not supported: write them as text"
-            )
-        has_loss = role == "assistant" and bool(message.get("weight", 1))
+        if problem := _problem_of_keys(message, MESSAGE_KEYS):
+            raise ValueError(f"message {i} {problem}")
+        has_loss = role == "assistant" and message.get("weight") != 0
         turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
     return turns
 
@@ -177,6 +192,18 @@ def check_record(record: Record) -> Record:
     return record
 
 
+def _problem_of_keys(message: dict[str, Any], keys: Sequence[str]) -> str | None:
+    """The first part of a message that nothing reads although it may matter for learning."""
+    for key, value in message.items():
+        has_nothing = value in (None, "", [], {}) or type(value) in (int, float)
+        if key in ("loss", "weight"):
+            if value not in (None, 0, 1) or (value is not None and key not in keys):
+                return f"has {key} {repr(value)[:40]}: use {keys[2]}, which is true or false"
+        elif not (has_nothing or key in keys or key in IGNORED_KEYS):
+            return f"has {key}, which is not read: write it as text, or remove it"
+    return None
+
+
 def _problem_of_turn(turn: Any) -> str | None:
     if not isinstance(turn, dict) or ("role" in turn and "from" not in turn):
         return 'must have "from" and "value"; for "role" and "content" use the key "messages"'
@@ -184,6 +211,8 @@ def _problem_of_turn(turn: Any) -> str | None:
         return "has a list as its value: join its texts into one"
     if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
         return "must be from human, gpt or system, and its value must be text"
+    if problem := _problem_of_keys(turn, TURN_KEYS):
+        return problem
     ids = turn.get("ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return "has ids that are not token ids: leave them out"

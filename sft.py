@@ -31,7 +31,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,7 +39,6 @@ from config import Misuse, checked
 from data import Example
 from rollout import portion
 from run.clock import Clock, advice
-from run.files import read_text
 from run.methodworker import (
     LOW_IN_IMITATION,
     UNUSED_WITH_DATA,
@@ -218,9 +216,8 @@ def require_same_data(digest: dict[str, Any], config: SftConfig) -> None:
     path = Path(config.run_dir or "") / DATA
 
     def is_same() -> bool:
-        with suppress(ValueError):  # not readable, or not JSON
-            return not path.exists() or bool(json.loads(read_text(path)) == digest)
-        return False
+        text = json.dumps(digest, indent=1) + "\n"
+        return not path.exists() or path.read_text(encoding="utf-8", errors="replace") == text
 
     if config.resume and not distributed.run_on_rank_0("comparing the data", is_same):
         raise Misuse(f"--data or {path} has changed since the run began; start a new run")

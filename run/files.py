@@ -54,24 +54,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def read_text(path: str | Path, max_bytes: int = 1 << 26) -> str:
-    """The text of a file that the user names.
-
-    Raises:
-        ValueError: the file does not exist, is a folder, a device or a pipe (reading it might never
-            end), has more than `max_bytes` bytes, or is not UTF-8. The message names the file.
-    """
+    """The text of a file that the user names. Raises ValueError, naming the file, if it cannot be
+    read, is too large, or is not a regular file: reading a pipe or a device might never end."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a folder, a pipe or a device; give a regular file")
     try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise ValueError(f"{path} is a folder, a pipe or a device; give a regular file")
-        if size > max_bytes:
+        if (size := path.stat().st_size) > max_bytes:
             raise ValueError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text ({error})") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -20,7 +20,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -44,12 +43,12 @@ from config import (
 )
 from data import ROUNDING, Example, Record, encode
 from envs import names_of
-from formats import MAX_BYTES, read_records, record_of
+from formats import read_records, record_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw_requests
 from run.clock import Clock
-from run.files import read_text, write_json, write_text
+from run.files import write_json, write_text
 from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
@@ -310,7 +309,11 @@ def drop_too_long(
         distributed.say(f"{num_out} {plural} have more than {limit} tokens and are left out")
     examples = [example for item in fit for example in examples_of(item)]
     if num_reencoded := sum(example.is_reencoded for example in examples):
-        distributed.say(f"{num_reencoded} trajectories of another tokenizer are encoded again")
+        distributed.say(f"{num_reencoded} trajectories have unusable ids and are encoded again")
+    turns = [(e.trajectory, turn) for e in examples for turn in e.trajectory.turns]
+    texts = [turn.action_text for t, turn in turns if t.loss_mask[turn.action_span[0]]]
+    if num := sum(not text.strip() for text in texts):
+        distributed.say(f"note: {num:,} of {len(texts):,} actions are empty: this teaches silence")
     num_tokens = sum(len(e.trajectory.input_ids) for e in examples)
     num_learned = sum(sum(e.trajectory.loss_mask) for e in examples)
     distributed.say(
@@ -358,8 +361,8 @@ def sync_if_evaluated(
 
 @dataclass(frozen=True)
 class IterationFiles:
-    """The data of each iteration, in a folder of the run: a file of lines, then a summary with a
-    digest of both, which is written last."""
+    """The data of each iteration, in a folder of the run: a file of lines, then a summary with
+    their digest, which is written last."""
 
     folder: Path
     writes: bool
@@ -382,24 +385,22 @@ class IterationFiles:
             TrainingError: they have changed, or are missing although `must_exist`. They cannot be
                 made again, because the policy has changed since.
         """
-        path, summary_path = self._path(iteration, "jsonl"), self._path(iteration, "json")
+        summary = self._path(iteration, "json")
 
         def work() -> tuple[list[Record], dict[str, Any]] | None:
-            if not summary_path.exists():
+            if not summary.exists():
                 return None
-            text, summary = "", None
-            with suppress(ValueError):  # not readable, or not JSON
-                text = read_text(path, MAX_BYTES)
-                summary = json.loads(read_text(summary_path))
-            if not isinstance(summary, dict) or summary.pop("sha256", "") != digest(text, summary):
-                problem = f"{path} or its summary has changed since the run wrote it"
+            files = (self._path(iteration, "jsonl"), summary)
+            text, about = (path.read_text(encoding="utf-8", errors="replace") for path in files)
+            if hashlib.sha256(text.encode()).hexdigest() not in about:
+                problem = f"{files[0]} or {summary.name} has changed since the run wrote it"
                 raise TrainingError(f"{problem}: restore both, or start a new run")
             # NOTE: splitlines would also split at U+2028, which JSON leaves unescaped.
-            return [json.loads(line) for line in text.split("\n") if line], summary
+            return [json.loads(line) for line in text.split("\n") if line], json.loads(about)
 
         content = distributed.run_on_rank_0("reading an iteration's data", work)
         if content is None and must_exist:
-            raise TrainingError(f"{summary_path} is missing: restore it, or start a new run")
+            raise TrainingError(f"{summary} is missing: restore it, or start a new run")
         return content
 
     def write(self, iteration: int, lines: Sequence[Record], summary: dict[str, Any]) -> None:
@@ -407,7 +408,8 @@ class IterationFiles:
         if self.writes:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(self._path(iteration, "jsonl"), text)
-            write_json(self._path(iteration, "json"), summary | {"sha256": digest(text, summary)})
+            sha256 = hashlib.sha256(text.encode()).hexdigest()
+            write_json(self._path(iteration, "json"), summary | {"sha256": sha256})
         distributed.barrier()
 
     def drop_after(self, iteration: int) -> None:
@@ -418,7 +420,3 @@ class IterationFiles:
 
     def _path(self, iteration: int, kind: str) -> Path:
         return self.folder / f"iteration_{iteration:03d}.{kind}"
-
-
-def digest(text: str, summary: dict[str, Any]) -> str:
-    return hashlib.sha256((text + json.dumps(summary, sort_keys=True)).encode()).hexdigest()

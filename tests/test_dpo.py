@@ -515,6 +515,12 @@ SAME = {
         "chosen": [HUMAN, *gpt("open")],
         "rejected": {"item_id": "a", "conversations": [HUMAN, *gpt("go")]},
     },
+    "a prompt that both sides repeat": {
+        "item_id": "a",
+        "prompt": "dark",
+        "chosen": [{"role": "user", "content": "dark"}, {"role": "assistant", "content": "open"}],
+        "rejected": [HUMAN, *gpt("go")],
+    },
 }
 
 
@@ -572,6 +578,9 @@ WRONG = [
     ({"chosen": RECORDS[0], "rejected": LIT}, "must be equal before the first action"),
     (GOOD | {"prompt": [HUMAN, "b"]}, "expected text, or a list of"),
     (GOOD | {"chosen": gpt("open") + gpt("go")}, "chosen: conversation a: turn 2 is from gpt"),
+    (GOOD | {"chosen": [HUMAN | {"value": "lit"}, *gpt("go")]}, "nor repeats the prompt"),
+    (GOOD | {"rejected": [gpt("go")[0] | {"thinking": "no"}]}, "turn 1 has thinking"),
+    (GOOD | {"system": "rules"}, "has system, which is not read"),
 ]
 
 
@@ -617,7 +626,8 @@ def test_the_examples_of_the_page_are_read(tmp_path):
     file.write_text("\n".join(json.dumps(json.loads(text)) for text in texts["Pairs"]))
     chat, counts = ChatTemplate(byte_tokenizer()), Counter()
     pairs = read_pairs(chat, [file], DpoConfig(), counts)
-    assert [pair.task_id for pair in pairs] == ["maze_7", "data.json:2"] and not counts
+    names = ["maze_7", "data.json:2", "data.json:3"]
+    assert [pair.task_id for pair in pairs] == names and not counts
 
 
 # --- Options --------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_a_record_without_an_id_gets_its_own_task(tmp_path):
 
 def test_message_weights_ids_seeds_and_returns_are_read_but_not_a_records_weight(tmp_path):
     turns, messages = RECORDS[0]["conversations"], episode_messages(1)
-    messages[2]["weight"] = 0
+    messages[2] |= {"weight": 0, "id": "m2", "tool_calls": None, "num_tokens": 7}
     records = [
         {"messages": messages, "id": 7, "seed": 3, "return": 0.5, "weight": 9},
         {"id": "x", "item_id": None, "conversations": turns},
@@ -74,7 +74,22 @@ WRONG = [
     ('{"item_id": ', "not JSON"),
     ('{"prompt": 1, "text": 2}', "['prompt', 'text']: expected"),
     ('{"messages": [{"role": ["tool"]}]}', "message 0 has role ['tool']"),
-    ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}', "message 0 has tool_calls"),
+    *(
+        ({"messages": [{"role": role, "content": "", key: value}]}, f"message 0 has {key}")
+        for role, key, value in (
+            ("assistant", "tool_calls", [1]),
+            ("assistant", "reasoning_content", "It may rain."),
+            ("user", "images", ["a.png"]),
+            ("assistant", "weight", "0"),
+            ("assistant", "train", False),
+        )
+    ),
+    (
+        with_turns(("human", None, "a"), {"from": "gpt", "value": "b", "loss": "no"}),
+        "has loss",
+    ),
+    (with_turns({"from": "human", "value": "a", "function_call": {"a": 1}}), "has function_call"),
+    (with_turns(*OK, tools=[1]), "has tools, which is not read"),
     (with_turns(("human", None, ["a"])), "join its texts into one"),
     (with_turns({"from": "gpt", "value": "b", "ids": ["q"]}), "ids that are not token ids"),
     (with_turns(), "conversation x has nothing to learn from"),
@@ -104,7 +119,7 @@ def test_other_files_and_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is it a run?"):
         read(tmp_path)
     (tmp_path / "b.jsonl").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ValueError, match="not UTF-8 text"):
+    with pytest.raises(ValueError, match="as UTF-8 text"):
         read(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="give a regular file"):
         read(Path("/dev/null"))

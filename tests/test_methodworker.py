@@ -136,13 +136,14 @@ def test_iteration_files_are_written_read_and_dropped(tmp_path):
     for iteration in (1, 2, 3):
         assert files.read(iteration, must_exist=False) is None
         files.write(iteration, lines, {"n": iteration})
-        assert files.read(iteration, must_exist=True) == (lines, {"n": iteration})
+        result, summary = files.read(iteration, must_exist=True)
+        assert result == lines and summary["n"] == iteration
     (tmp_path / "iteration_003.json.bak").write_text("{}")  # a user's copy
     files.drop_after(2)
     assert {path.name[10:] for path in tmp_path.iterdir()} == {
         *("001.json", "001.jsonl", "002.json", "002.jsonl", "003.json.bak")
     }
-    for kind, text in (("jsonl", ""), ("jsonl", '{"a": 2}\n'), ("json", ""), ("json", '{"n": 2}')):
+    for kind, text in (("jsonl", ""), ("jsonl", '{"a": 2}\n'), ("json", "")):
         path = tmp_path / f"iteration_002.{kind}"
         before = path.read_text()
         path.write_text(text)
@@ -274,6 +275,12 @@ def test_an_iteration_without_pairs_makes_no_update_and_the_first_one_ends_the_r
 
 
 # --- Misuse ---------------------------------------------------------------------------------------
+
+
+def test_empty_answers_are_counted(tmp_path, url, capsys):
+    data = write_lines(tmp_path / "data.json", [conversation(1), conversation(2, " ")])
+    assert run("sft", settings("sft", tmp_path, url, data=data, steps=1)) == 0
+    assert "2 of 4 actions are empty" in capsys.readouterr().out
 
 
 def test_empty_data_is_reported_in_one_line_and_creates_no_run(tmp_path, url, capsys):
