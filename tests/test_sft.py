@@ -75,7 +75,7 @@ def test_epochs_of_short_enough_conversations_set_the_steps_and_the_learning_rat
     tmp_path, url, capsys, monkeypatch
 ):
     # Imitation can lower the entropy to 0. The sentinels' entropy floor is only for exploration.
-    monkeypatch.setattr(sentinels, "FIRST_ENTROPIES", 1)
+    monkeypatch.setattr(sentinels, "FIRST_STEPS", 1)
     monkeypatch.setitem(sentinels.RULES, "entropy_floor", Rule(2, 2, 1, 1, "", falls=True))
     texts = ["ab"] * 5 + ["ab" * 400] * 3
     records = [conversation(n, text) for n, text in enumerate(texts)]
