@@ -6,7 +6,7 @@ import { amount, changed, entriesOf, folding, listOf, required, section, textOf,
 
 /** "craft 3 white carpet using 2 white wool" as {item, inputs}; null if it is not a craft command. */
 function craftOf(command) {
-  const match = /^craft \d+ (.+) using (.+)$/.exec(command);
+  const match = /^craft \d+ (.+) using (.+)$/s.exec(command); // without "s", quadratic before a line break
   if (!match) return null;
   return { item: match[1], inputs: match[2].split(", ").map((input) => input.replace(/^\d+ /, "")) };
 }
