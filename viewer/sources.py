@@ -131,8 +131,7 @@ class Source:
         if self.tokenizer is None:
             return None
         batch = [[i] if 0 <= i < 2**32 else [] for i in ids]  # the range that the library accepts
-        texts: list[str] = self.tokenizer.decode_batch(batch, False)
-        return texts
+        return list(self.tokenizer.decode_batch(batch, False))
 
 
 class RunSource(Source):

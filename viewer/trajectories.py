@@ -42,14 +42,13 @@ TAGGED = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
 # The types of a line's fields, for `fits`.
 TEXT, NUMBER, FLAG = (str, NoneType), (int, float, NoneType), (bool, NoneType)
-MESSAGE = {"role": str, "content": str}
 TURN = {
     **{"action_text": str, "observation_text": str, "parse_error": TEXT},
     **{"reward": NUMBER, "generate_s": NUMBER, "env_s": NUMBER, "action_span": ([int], NoneType)},
 }
 FIELDS = {
     **dict.fromkeys(TEXTS, TEXT) | dict.fromkeys(NUMBERS, NUMBER) | dict.fromkeys(FLAGS, FLAG),
-    **{"num_turns": int, "messages": list, "turns": list},
+    **{"num_turns": int, "messages": [{"role": str, "content": str}], "turns": [TURN]},
     **dict.fromkeys(LIST_FIELDS, ([*NUMBER], NoneType)) | {"input_ids": ([int], NoneType)},
 }
 
@@ -68,37 +67,34 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def trajectory_of(raw: bytes, number: int) -> dict[str, Any] | None:
-    """The trajectory in line `number` of a file; None for anything else. An AgentTraj conversation
-    is converted."""
-    line = parse(raw)
+    """The trajectory in line `number` of a file; None if a field has another type, or if there are
+    fewer actions than turns. An AgentTraj conversation is converted."""
+    line: Any = parse(raw)
     if line is not None and "trajectory_id" not in line:
         try:
             record = to_record(line, f"line {number}")
         except ValueError:
             return None
         line = record and line_of(record)
-    return line if line is not None and is_trajectory(line) else None
-
-
-def is_trajectory(line: Mapping[str, Any]) -> bool:
-    """Whether all fields have their types, and the messages have an action for each turn."""
-    if not (fits(line, FIELDS) and all(fits(message, MESSAGE) for message in line["messages"])):
-        return False
+    if not fits(line, FIELDS):
+        return None
     roles = [message["role"] for message in line["messages"]]
     has_actions = roles.count("assistant") >= len(line["turns"])
-    return has_actions and set(roles) <= NAMES.keys() and all(fits(t, TURN) for t in line["turns"])
+    return line if has_actions and set(roles) <= NAMES.keys() else None
 
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value from JSON is of this type, of one of these kinds (a tuple), a list of these
-    types, or an object with fields of these kinds (a dict). A missing field is None.
+    types or of such objects, or an object with such fields (a dict). A missing field is None.
 
     >>> fits({"a": [1, 2]}, {"a": [int, float], "b": (str, NoneType)}), fits({}, {"a": [int]})
     (True, False)
     """
     if isinstance(kind, tuple):
         return any(fits(value, k) for k in kind)
-    if isinstance(kind, list):
+    if isinstance(kind, list) and isinstance(kind[0], dict):
+        return isinstance(value, list) and all(fits(item, *kind) for item in value)
+    if isinstance(kind, list):  # of numbers: it can be long, so only its types are compared
         return isinstance(value, list) and set(map(type, value)) <= set(kind)
     if isinstance(kind, dict):
         return isinstance(value, dict) and all(fits(value.get(n), k) for n, k in kind.items())
