@@ -124,10 +124,13 @@ class Session(Generic[WorkerType]):
         self.time_left = progress.TimeLeft(config.steps, eval_steps)
 
     def restore(self) -> None:
-        """Open the logs; with --resume, go back to the newest checkpoint first."""
+        """Open the logs; with --resume, go back to the newest checkpoint first. Then sync the
+        sampler, which also wakes it, so that a sync that cannot work is noticed before any step."""
         c, path, writes = self.config, self.run.path, self.run.writes
         if c.resume:
             self.load_checkpoint()
+        if c.plays:
+            self.worker.sync_with_probes(self.completed_step, self.worker.openings)
         resume_step = self.completed_step if c.resume else None
         try:
             check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
@@ -167,8 +170,6 @@ class Session(Generic[WorkerType]):
                     f"the weights in {worker.start} have changed since this run began, but "
                     "resuming needs the original ones: put them back, or start a new run"
                 )
-        if self.config.plays:  # this also wakes the sampler
-            worker.sync_with_probes(self.completed_step, worker.openings)
 
     def steps_left(self) -> Iterator[int]:
         """The remaining steps, counted from 1. Stops when held-out success reaches --stop-at."""

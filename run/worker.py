@@ -59,10 +59,12 @@ from rollout import (
     share_of,
 )
 from run import checkpoint, clock, rundir
+from run.errors import SyncError
 from run.progress import phase, playing
 from sampling.fleet import FleetEngine, ServerOptions, start_servers
 from sampling.vllm_engine import make_engine
 from scale import distributed, precision, sync
+from scale.default_models import is_mixture, model_config
 from scale.lora import add_lora, save_adapter
 from scale.memory import choose_keep, keep_for_backward, sampler_share
 from trajectory import RolloutHandler
@@ -111,8 +113,6 @@ class Worker:
             with phase("starting the sampler"):
                 self.engine = self.start_engine(stack)
             stack.push(self.close_engine)
-            if config.engine_url:  # those servers may hold another run's weights
-                self.load_into_engine()
 
     def choose_arithmetic(self) -> None:
         """Set the seed, deterministic kernels, number format and device."""
@@ -185,6 +185,8 @@ class Worker:
         if ranks > 1:
             line += f", sharded over {ranks} processes"
         distributed.say(line)
+        if c.lora_rank and is_mixture(model_config(self.start)):
+            distributed.say("note: --lora-rank does not train the experts, only layers beside them")
         if 0 < (n := c.learning_rate_decay_steps) < c.steps_per_schedule:
             distributed.say(
                 f"note: from step {n} on, the learning rate is only 1/{n} of --learning-rate; "
@@ -366,13 +368,22 @@ class Worker:
     def sync_with_probes(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
         """`sync`, checked with these prompts (token ids)."""
         c = self.config
-        num_bytes = self.load_into_engine()
         max_tokens = c.max_trajectory_tokens - sync.NUM_PROBED
         openings = [ids[:max_tokens] for ids in openings]
-        differences = sync.compare(
-            self.policy.model, self.engine, openings, c.temperature, self.device, seed=step
-        )
-        return sync.check(differences, c.max_sync_error, step), num_bytes
+        try:
+            num_bytes = self.load_into_engine()
+            differences = sync.compare(
+                self.policy.model, self.engine, openings, c.temperature, self.device, seed=step
+            )
+            return sync.check(differences, c.max_sync_error, step), num_bytes
+        except (EngineError, SyncError) as error:
+            if not is_mixture(model_config(self.start)):
+                raise
+            raise type(error)(
+                f"{error}; in a mixture of experts, the likely cause is that vLLM does not reload "
+                "all weights, or that bfloat16 selects other experts: start a new run with "
+                "--engine transformers --precision fp32"
+            ) from error
 
     def load_into_engine(self) -> int:
         """Send the weights; returns the number of bytes. Collective."""

@@ -7,8 +7,8 @@ second copy of the model:
     for each name:   W_r on rank r  ──all-gather──>  W  ──merge adapters, cast──>  sampler
 
 A sync can fail silently. For example, if the tied output head is not sent under its own name, vLLM
-keeps the old head, and sampling continues off-policy. So after every sync we sample a few tokens
-and score them with the trainer:
+keeps the old head, and sampling continues off-policy. So before step 1 and after every sync we
+sample a few tokens and score them with the trainer:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 
@@ -93,8 +93,9 @@ def check(differences: Sequence[float], limit: float, step: int) -> float:
     bad = [rank for rank, d in enumerate(differences) if not d <= limit]
     if bad:
         of_rank = f" of rank {bad[0]}" if len(differences) > 1 else ""
+        when = f"after the weight sync of step {step}" if step else "before step 1"
         raise SyncError(
-            f"after the weight sync of step {step}, sampler and trainer{of_rank} differ by "
+            f"{when}, sampler and trainer{of_rank} differ by "
             f"{differences[bad[0]]:.3f} nats per token, above --max-sync-error {limit}: "
             "the sampler's weights differ from the trainer's"
         )

@@ -17,6 +17,7 @@ from test_sentinels import HEALTHY, unstable_run
 from toy_env import Letters, flags, options, read_metrics, serve, train_main, write_ids
 
 from config import Config
+from engines import TransformersEngine
 from losses import AdaptiveKLController
 from reporting.logs import read_log
 from reporting.sentinels import RULES
@@ -198,6 +199,27 @@ def test_a_resumed_run_is_not_evaluated_with_wrong_weights_in_the_sampler(
     assert resume(run_copy, "--steps", "4") == 1
     assert "the sampler's weights differ from the trainer's" in capsys.readouterr().err
     assert len(read_metrics(run_copy)) == 3
+
+
+def test_a_run_whose_sampler_cannot_be_synced_stops_before_its_first_step(
+    tmp_path, url, capsys, monkeypatch
+):
+    """vLLM on a CPU reloads the experts of a mixture wrongly; a resumed run would fail again."""
+    model = shutil.copytree(resolve_model("tiny"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_experts": 4}))
+
+    def load_noise(engine, weights):
+        for p in engine.lm.parameters():
+            torch.nn.init.normal_(p)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", load_noise)
+    assert train_main(flags(**options(tmp_path, url, model=str(model), lora_rank=4))) == 1
+    output = capsys.readouterr()
+    assert "--lora-rank does not train the experts" in output.out
+    (line,) = output.err.splitlines()
+    assert "before step 1" in line and "--engine transformers" in line and "resume" not in line
+    assert not (tmp_path / "run").exists()
 
 
 # --- The end of a run ----------------------------------------------------------------------------
