@@ -29,7 +29,8 @@ templates begin an answer in the history differently from the end of the prompt.
 
 Text from an environment is untrusted. If a web page contains `<|im_end|>`, this text becomes plain
 characters and not the control token. Control tokens are those that the tokenizer marks as special,
-and all added tokens in the template's own text. Contents are never trimmed.
+and all added tokens in the template's own text. Marks that are ordinary text can be imitated (Llama
+2's [INST]), but not the token that ends a turn. Contents are never trimmed.
 
 Read next: `batching.py`, which turns trajectories into tensors.
 """
