@@ -57,7 +57,7 @@ from config import (
 from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks, settings_of, variant_of
-from envs.http import checked_url
+from envs.http import checked_url, key_in
 from reporting.leaderboard import Benchmark, format_markdown, to_json
 from reporting.plots import plot_evaluation
 from reporting.scoring import compare, format_table, summarize
@@ -166,7 +166,7 @@ class EvalConfig:
             numbers = value if isinstance(value, tuple) else (value,)
             if any(number is not None and number < 1 for number in numbers):
                 raise Misuse(f"{flag(name)} {value} must be at least 1")
-        is_all, key = c.env == ALL, c.api_key_env
+        is_all = c.env == ALL
         has_task_options = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         has_results = (out / "benchmark.json").exists()
         is_taken = c.out and out.exists() and (not out.is_dir() or any(out.iterdir()))
@@ -184,7 +184,6 @@ class EvalConfig:
             "--tasks and --split both name tasks; give only one": c.tasks and c.split,
             "--model and --api-base cannot be combined; give only one": c.model and c.api_base,
             "give --api-base and --api-model together": bool(c.api_base) != bool(c.api_model),
-            f"--api-key-env {key}: this variable is not set": key and not os.environ.get(key),
             "--deterministic is not possible with --api-base": c.api_base and c.deterministic,
             "--env all starts a server for each environment and plays its test split; leave out "
             "--env-addr, --tasks, --subtasks, --split train and --prompt": (
@@ -199,6 +198,7 @@ class EvalConfig:
             if is_wrong:
                 raise Misuse(problem)
         with value_errors_as_misuse():
+            key_in(c.api_key_env)
             check_addresses("env_addr", c.env_addr, c.env)
             if c.api_base:
                 checked_url(c.api_base, "--api-base")
@@ -332,7 +332,7 @@ def start_player(config: EvalConfig, out: Path, stack: contextlib.ExitStack) -> 
     if config.api_base:
         from sampling.chatapi import ChatApi, collect_api
 
-        base, key = config.api_base, os.environ.get(config.api_key_env or "")
+        base, key = config.api_base, key_in(config.api_key_env)
         write_json(out / "config.json", options)
         return lambda pool, r, s, progress: collect_api(
             ChatApi(base, config.model_name(), key), pool, r, s, progress

@@ -38,6 +38,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from envs.http import key_in
 from run.errors import print_error
 from viewer.overview import overview, summarize_failures
 from viewer.sources import NoSource, Source, open_source
@@ -106,7 +107,7 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
         if options.api_base:
             from sampling.chatapi import ChatApi  # imports torch, which takes seconds
 
-            key = os.environ.get(options.api_key_env or "")
+            key = key_in(options.api_key_env)
             model = ChatApi(options.api_base, options.api_model, key)
         listener = socket.create_server(("127.0.0.1", options.port))
     except ValueError as error:

@@ -16,6 +16,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import select
 import socket
@@ -301,6 +302,27 @@ def checked_url(url: str, flag: str = "") -> str:
         if re.fullmatch(r"https?://[^/\s]+(/\S*)?", url) and urlsplit(url).port != 0:
             return url.rstrip("/")
     raise ValueError(f"{flag}{url!r} is not an address; expected http://HOST:PORT")
+
+
+def key_in(variable: str | None) -> str | None:
+    """The key in the environment variable that --api-key-env names; None if it names none. Raises
+    ValueError if the variable holds no key. A line break would end the header that sends the key,
+    and the error would print it."""
+    key = os.environ.get(variable or "", "")
+    if variable and not re.fullmatch("[!-~]+", key):
+        problem = "this variable is not set, or its value contains blanks or line breaks"
+        raise ValueError(f"--api-key-env {variable}: {problem}")
+    return key or None
+
+
+def masked(text: str, key: str | None) -> str:
+    """`text` with every copy of the key replaced, also if it is escaped as in JSON or a URL.
+
+    >>> masked("401: invalid key sk-1/2; see /login?key=sk-1%2F2", "sk-1/2")
+    '401: invalid key ***; see /login?key=***'
+    """
+    forms = (rf"(?:\\?{re.escape(c)}|%{ord(c):02x}|\\u{ord(c):04x})" for c in key or "")
+    return re.sub("".join(forms), "***", text, flags=re.IGNORECASE) if key else text
 
 
 def proxy_of(url: str) -> str | None:

@@ -46,6 +46,7 @@ from envs.http import (
     ExchangeError,
     HttpClient,
     checked_url,
+    masked,
     parse,
     proxy_of,
 )
@@ -63,6 +64,7 @@ from trajectory import Trajectory, Turn
 RETRIED_4XX = (408, 409, 429)
 FIRST_WAIT_S, MAX_WAIT_S, MAX_RETRY_AFTER_S = 0.5, 8.0, 60.0  # before a retry
 NEWER_LIMIT = "max_completion_tokens"  # the name of max_tokens for OpenAI's reasoning models
+MIN_KEY_LENGTH = 16  # a shorter key may be a placeholder ("EMPTY") that the model also writes
 LENGTH_WORDS = ("context", "too long", "maximum length")  # in a refusal: the context is full
 
 
@@ -91,7 +93,7 @@ class ChatApi:
 
     Args:
         base_url: as for an OpenAI client; /v1 is appended to a bare http://host:port.
-        api_key: sent as bearer token; never logged.
+        api_key: sent as bearer token; never logged, and masked where a server's answer is quoted.
         timeout_s: time limit for one complete answer, in seconds.
         max_retries: attempts after the first one; the waits before 8 retries total about 40 s.
 
@@ -110,7 +112,7 @@ class ChatApi:
         base += "" if urlsplit(base).path else "/v1"
         self.url, self.model, self.max_retries = f"{base}/chat/completions", model, max_retries
         self.stopped = threading.Event()  # after this is set, no request is sent
-        self._limit = "max_tokens"
+        self._limit, self._key = "max_tokens", api_key
         self._has_answered = False
         self._headers = JSON_HEADERS | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         # Use the certificates of a Python package, because a container may lack the system's.
@@ -146,13 +148,15 @@ class ChatApi:
                 if is_lost and not self._has_answered and not self.stopped.is_set():
                     reason = "no server answers at this address; is it running? See --api-base"
                     raise ApiRefused(f"{self.url}: {reason}") from None
-                problem = str(error)
+                problem = masked(str(error), self._key)
             else:
                 self._has_answered = True
                 text = message_text(answer)
                 if text is not None:
-                    return text
-                problem = f"HTTP {answer.status}: {' '.join(answer.text[:300].split())}"
+                    is_word = len(self._key or "") < MIN_KEY_LENGTH
+                    return text if is_word else masked(text, self._key)
+                excerpt = masked(answer.text, self._key)[:300]
+                problem = f"HTTP {answer.status}: {' '.join(excerpt.split())}"
                 if answer.status == 400 and limit != NEWER_LIMIT and NEWER_LIMIT in answer.text:
                     self._limit = NEWER_LIMIT
                     return self.complete(messages, max_tokens, temperature, seed)
@@ -169,7 +173,8 @@ class ChatApi:
         """Raise an error unless a retry of the same request could succeed."""
         status, text = answer.status, answer.text.lower()
         if 300 <= status < 400:  # redirects are not followed: they would get the API key
-            problem += f" (a redirect to {answer.headers.get('Location', '')[:300]!r})"
+            target = masked(answer.headers.get("Location", ""), self._key)[:300]
+            problem += f" (a redirect to {target!r})"
         if status in (400, 413) and any(words in text for words in LENGTH_WORDS):
             raise ContextFull(f"{self.url} answered {problem}")
         if 300 <= status < 500 and status not in RETRIED_4XX:

@@ -6,6 +6,7 @@ import threading
 import time
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import quote
 
 import pytest
 
@@ -176,6 +177,18 @@ def test_a_request_that_can_never_succeed_is_sent_only_once(serve):
         with pytest.raises(ApiRefused, match=reason):
             ask(api_of(server))
         assert len(server.requests) == 1
+
+
+def test_a_key_that_a_server_echoes_is_never_quoted(serve):
+    key = "sk-test/0123456789+abc"
+    escaped = json.dumps(key).replace("/", "\\/").replace("+", "\\u002B")
+    for echo in (key, escaped, quote(key, safe=""), "-" * 290 + key):
+        for answer in (fails(401, echo), fails(500, echo), fails(307, Location=echo)):
+            with pytest.raises(ApiError) as error:
+                ask(api_of(serve(answer), api_key=key, max_retries=0))
+            assert "***" in str(error.value) and "sk-" not in str(error.value)
+    assert ask(api_of(serve(completion(f"Bearer {key}")), api_key=key)) == "Bearer ***"
+    assert ask(api_of(serve(completion("an EMPTY box")), api_key="EMPTY")) == "an EMPTY box"
 
 
 def test_a_server_that_needs_the_newer_name_of_max_tokens_gets_it_in_later_requests(serve):
