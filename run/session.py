@@ -154,7 +154,9 @@ class Session(Generic[WorkerType]):
         """Load the newest checkpoint, if there is one."""
         worker = self.worker
         worker.sleep_sampler()  # on a GPU the optimizer's state needs the sampler's memory
-        if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
+        with progress.phase("loading the checkpoint"):
+            loaded = checkpoint.load_newest(self.run.path, self.identity(), worker.parts())
+        if loaded:
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
             try:
@@ -189,11 +191,7 @@ class Session(Generic[WorkerType]):
         """Remember the session's state after `step`. Until the weights change, a checkpoint of this
         state can be saved at any time."""
         self.completed_step, self.completed_state = step, self.state_dict()
-        self.completed_changes = self.worker.num_weight_changes
-
-    def has_new_weights(self) -> bool:
-        """Whether the weights have changed since the last completed step."""
-        return self.worker.num_weight_changes != self.completed_changes
+        self.worker.has_new_weights = False
 
     @contextlib.contextmanager
     def saving_on_failure(self) -> Iterator[None]:
@@ -206,7 +204,7 @@ class Session(Generic[WorkerType]):
         try:
             yield
         except (Exception, SystemExit) as error:
-            if not self.has_new_weights() or not is_on_all_ranks(error):
+            if not self.worker.has_new_weights or not is_on_all_ranks(error):
                 raise
             self.failure = error
 
@@ -367,27 +365,31 @@ class Session(Generic[WorkerType]):
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if not (self.completed_step or is_interrupt) or not is_on_all_ranks(error):
             return
-        if not self.has_new_weights() and not isinstance(error, CheckpointError):
+        if not self.worker.has_new_weights and not isinstance(error, CheckpointError):
             try:
                 self.save_completed()
             except CheckpointError as problem:
                 if is_interrupt:  # its exit code says that everything is saved
                     raise
                 distributed.say(f"\n{problem}")
-        step, first = self.completed_step, self.saved_step + 1
-        outcome = "a checkpoint is saved"
-        if first <= step:
-            outcome = f"no checkpoint has steps {first} to {step}, so a resumed run repeats them"
-        command = self.run.resume_command()
-        distributed.say(f"\nstopped after step {step}; {outcome}. Resume with:\n  {command}")
+        saved = f"the last checkpoint is of step {self.saved_step}"
+        if self.saved_step == self.completed_step:
+            saved = "a checkpoint is saved"
+        distributed.say(
+            f"\nstopped after step {self.completed_step}; {saved}. "
+            f"Resume with:\n  {self.run.resume_command()}"
+        )
 
     def tidy_up(self) -> None:
         """Point checkpoints/best at the best step, and delete old checkpoints."""
 
         def work() -> None:
-            if self.best_step in checkpoint.steps_saved(self.run.path):
-                checkpoint.mark_best(self.run.path, self.best_step)
-            checkpoint.prune(self.run.path, self.config.keep_last)
+            try:
+                if self.best_step in checkpoint.steps_saved(self.run.path):
+                    checkpoint.mark_best(self.run.path, self.best_step)
+                checkpoint.prune(self.run.path, self.config.keep_last)
+            except OSError as error:  # for example, another program has opened an old checkpoint
+                distributed.say(f"note: old checkpoints could not be deleted: {error}")
 
         distributed.run_on_rank_0("tidying up checkpoints", work)
 
@@ -527,15 +529,15 @@ def where_to_look(run: rundir.Run, config: RunConfig) -> str:
     env, *other_envs = names_of(config.env)
     # evaluate.py measures one environment at a time.
     env_option = f" --env {env}" if other_envs or not config.needs_environment else ""
-    rows, python = read_log(run.path / "metrics.jsonl"), rundir.python_command()
+    rows, path = read_log(run.path / "metrics.jsonl"), rundir.shell_word(run.path)
     means = [row["train/return_mean"] for row in rows if row.get("train/return_mean") is not None]
     has_played = any(run.path.glob("trajectories/*.jsonl"))
     lines = {
         "mean return": first_and_last(means),
         "curve": run.path / "reward.png",
-        "episodes": f"{python} replay.py {run.path}" if has_played else None,
+        "episodes": f"{rundir.command_of('replay.py')} {path}" if has_played else None,
         "metrics": run.path / "metrics.jsonl",
-        "evaluate": f"{python} evaluate.py --run {run.path}{env_option}",
+        "evaluate": f"{rundir.command_of('evaluate.py')} --run {path}{env_option}",
     }
     words = [f"  {name:<14}{text}" for name, text in lines.items() if text]
     return "\n".join([f"done: {run.path}", *words])

@@ -85,7 +85,7 @@ class Worker:
 
     openings: list[list[int]]  # first prompt of one task per environment, as token ids
     num_probes = 2  # number of prompts used to check each weight sync
-    num_weight_changes = 0  # optimizer steps, and policies that were freed or got a new optimizer
+    has_new_weights = False  # since the last step that the session has completed
     kl_controller: FixedKLController | None = None
     pool: EnvPools
     engine: Engine
@@ -212,23 +212,19 @@ class Worker:
         """AdamW for the weights of `model` that are trained."""
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
-        optimizer.register_step_post_hook(lambda *_: self.count_weight_change())
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "has_new_weights", True))
         return optimizer
-
-    def count_weight_change(self) -> None:
-        """The session can save a completed step only until the weights change again."""
-        self.num_weight_changes += 1
 
     def with_new_optimizer(self, learner: Learner) -> Learner:
         """The same model with a new optimizer."""
-        self.count_weight_change()
+        self.has_new_weights = True
         rate = self.config.learning_rate
         return learner._replace(optimizer=self.optimizer_of(learner.model, rate))
 
     def free_policy(self) -> None:
         """Free the policy's memory before another policy is loaded. This takes some care:
         accelerate keeps a reference to it, and sharded models contain reference cycles."""
-        self.count_weight_change()
+        self.has_new_weights = True
         distributed.forget(self.accelerator, self.policy.model)
         del self.policy
         gc.unfreeze()  # vLLM froze every object that existed when it started

@@ -2,9 +2,11 @@
 
 import errno
 import json
+import math
 import os
 import pickle
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -132,12 +134,14 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_the_last_checkpoint(
     assert torch.equal(numbers(load_newest(tmp_path)[2]), numbers(first))
 
 
-def test_weights_that_are_not_finite_do_not_replace_the_last_checkpoint(tmp_path, model):
+@pytest.mark.parametrize("where", ["weights", "moments"])
+def test_numbers_that_are_not_finite_do_not_replace_the_last_checkpoint(tmp_path, model, where):
     """No run could continue from them, and the last good checkpoints would be deleted."""
     save(tmp_path, 1, model)
     parts = make_parts()
-    parts["critic"][0][1].bias.data.fill_(float("nan"))
-    with pytest.raises(CheckpointError, match="step 2: the weights of the critic are not finite"):
+    bias = parts["critic"][0][1].bias
+    (bias.data if where == "weights" else parts["critic"][1].state[bias]["exp_avg"])[:] = math.nan
+    with pytest.raises(CheckpointError, match="step 2 cannot be saved: .* of the critic .* step 1"):
         save(tmp_path, 2, model, parts=parts)
     assert steps_and_other_files(tmp_path) == ([1], [])
 
@@ -149,20 +153,40 @@ def state_file(folder, name):
     return folder / "trainer_state" / name
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.parametrize(
     ("name", "end"), [("state.json", 100), ("policy/.metadata", 50), ("critic/__0_0.distcp", -1)]
 )
-def test_a_broken_checkpoint_is_named_in_one_line_and_not_skipped(tmp_path, model, name, end):
+def test_a_broken_checkpoint_is_named_in_one_line_and_not_skipped(
+    tmp_path, model, name, end, has_checksums
+):
     save(tmp_path, 1, model, value=1.0)
     broken = save(tmp_path, 2, model, value=2.0)
     file = state_file(broken, name)
     file.write_bytes(file.read_bytes()[:end])
+    if not has_checksums:  # saved by an older version
+        (broken / checkpoint.CHECKSUMS).unlink()
     with pytest.raises(CheckpointError, match=f"move {broken} away") as error:
         load_newest(tmp_path)
     assert "\n" not in str(error.value)
     shutil.rmtree(broken)
     step, _, parts = load_newest(tmp_path)
     assert step == 1 and torch.equal(numbers(parts), numbers(make_parts(1.0)))
+
+
+def test_one_changed_byte_in_any_file_is_noticed(tmp_path, model):
+    folder = save(tmp_path, 1, model)
+    subprocess.run(["sha256sum", "--quiet", "-c", checkpoint.CHECKSUMS], cwd=folder, check=True)
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        original = file.rename(tmp_path / "original")
+        file.write_bytes(content)
+        named = "has changed|missing" if file.name == "SHA256SUMS" else f"{file} .* has changed"
+        with pytest.raises(CheckpointError, match=named):
+            load_newest(tmp_path)
+        original.replace(file)
+    assert load_newest(tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -178,6 +202,7 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused_and_not_skipped(
     save(tmp_path, 1, model)
     state = save(tmp_path, 2, model) / checkpoint.STATE
     state.write_text(json.dumps(json.loads(state.read_text()) | changes))
+    (state.parent / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match=message):
         load_newest(tmp_path, EXPECTED | expected)
     assert steps_and_other_files(tmp_path) == ([1, 2], [])
@@ -215,11 +240,16 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, model):
 # --- Pruning -------------------------------------------------------------------------------------
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path):
+def test_prune_keeps_the_newest_and_the_best_and_what_a_link_points_to(tmp_path):
+    """A checkpoint was moved to another disk; `best` became a folder when the run was copied."""
     assert checkpoint.steps_saved(tmp_path) == []
     for step in range(1, 6):
         checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
+    moved = checkpoint.folder_of(tmp_path, 3).rename(tmp_path / "moved")
+    checkpoint.folder_of(tmp_path, 3).symlink_to(moved)
+    (tmp_path / "checkpoints/best/trainer_state").mkdir(parents=True)
     checkpoint.mark_best(tmp_path, 2)
     checkpoint.prune(tmp_path, keep_last=2)
+    assert moved.exists()
     assert steps_and_other_files(tmp_path) == ([2, 4, 5], ["best"])
     assert (tmp_path / "checkpoints/best").resolve().name == "step_000002"

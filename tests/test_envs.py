@@ -20,7 +20,7 @@ from envs import (
     load_tasks,
     settings_of,
 )
-from run.rundir import python_command
+from run.rundir import command_of
 
 ROOT = Path(__file__).parent.parent
 COIN = """
@@ -217,7 +217,7 @@ def test_the_path_to_an_environment_may_be_relative(coin_file, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", coin_file.parent.parent.name)
     with local_server("far.coin:Coin") as url, connect("far.coin:Coin", url) as client:
         assert client.reset(0) == "Coin 0 is thrown."
-    assert f"PYTHONPATH={coin_file.parent.parent} " in python_command()
+    assert f"PYTHONPATH={coin_file.parent.parent} " in command_of("train.py")
 
 
 # ---- id lists

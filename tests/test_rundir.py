@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,18 @@ def test_a_directory_that_another_run_uses_is_refused(tmp_path):
         rundir.open_run(second)
 
 
+def test_a_directory_that_cannot_be_used_is_named(tmp_path):
+    """It cannot be created, its name is too long, or its lock is a link to another file."""
+    file = tmp_path / "file"
+    file.write_text("text")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/.lock").symlink_to(file)
+    for path in ("/proc/x", f"{tmp_path}/{'x' * 300}", f"{file}/run", f"{tmp_path}/linked"):
+        with pytest.raises(Misuse, match=f"--run-dir {path} cannot be"):
+            rundir.open_run(Config(run_dir=path))
+    assert file.read_text() == "text"
+
+
 def test_the_commit_is_marked_as_dirty_if_files_have_changed(tmp_path, monkeypatch):
     if shutil.which("git") is None:
         pytest.skip("NOT TESTED: no git")
@@ -52,6 +65,18 @@ def test_a_run_directory_that_some_process_cannot_see_is_refused_and_deleted(tmp
     with pytest.raises(Misuse, match=r"not on a disk that all processes share \(rank 1 cannot"):
         rundir.open_run(Config(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_resume_command_works_in_the_folder_where_the_run_was_started(tmp_path, monkeypatch):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "my worlds")
+    with contextlib.closing(rundir.open_run(Config(run_dir="my run"))) as run:
+        command = run.resume_command()
+    assert shlex.split(command)[0] == f"PYTHONPATH={folder}/my worlds"
+    assert shlex.split(command)[-1] == "my run"
+    subprocess.run(f"{command} --help", shell=True, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_the_resume_command_preloads_tcmalloc_as_make_train_did(tmp_path, monkeypatch):
