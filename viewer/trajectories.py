@@ -124,16 +124,17 @@ def split_action(text: str) -> tuple[str | None, str | None]:
     ('I need wood.', 'get 1 oak log')
     >>> split_action("Action: look"), split_action("look")
     ((None, 'look'), (None, 'look'))
-    >>> split_action("<think>I wonder.</think> <search>who wrote it</search>")
-    ('I wonder.', 'search: who wrote it')
+    >>> split_action("<think>Action: go?</think> <search>who wrote it</search>")
+    ('Action: go?', 'search: who wrote it')
     """
-    if match := TAGGED.search(text):
-        thought, action = text[: match.start()], f"{match[1]}: {match[2].strip()}"
+    closed, _, answer = text.rpartition("</think>")
+    if match := TAGGED.search(answer):
+        thought, action = answer[: match.start()], f"{match[1]}: {match[2].strip()}"
     else:
-        thought, mark, action = text.partition("Action:")
+        thought, mark, action = answer.partition("Action:")
         if not mark:
-            thought, action = "", text
-    thought = thought.replace("<think>", "").replace("</think>", "").strip()
+            thought, action = "", answer
+    thought = (closed + thought).replace("<think>", "").replace("</think>", "").strip()
     return thought.removeprefix("Thought:").strip() or None, action.strip() or None
 
 
