@@ -95,11 +95,13 @@ class Source:
 
     def lines(self, name: str) -> Lines:
         """The current index of a file. Raises: KeyError if the source has no such file."""
-        path = {file.name: file.path for file in self.files()}[name]
-        version = file_version(path)
-        if name not in self._indexed or self._indexed[name][0] != version:
-            self._indexed[name] = version, open_lines(path)
-        return self._indexed[name][1]
+        return self._lines({file.name: file for file in self.files()}[name])
+
+    def _lines(self, file: TrajectoryFile) -> Lines:
+        version = file_version(file.path)
+        if file.name not in self._indexed or self._indexed[file.name][0] != version:
+            self._indexed[file.name] = version, open_lines(file.path)
+        return self._indexed[file.name][1]
 
     def listing(self) -> list[dict[str, Any]]:
         """The files for the page's list. Indexed files, and all files of a small source, come with
@@ -109,7 +111,7 @@ class Source:
         for file in files:
             row = {"name": file.name, "kind": file.kind, "step": file.step}
             if is_small or file.name in self._indexed:
-                lines = self.lines(file.name)
+                lines = self._lines(file)
                 row |= {"count": len(lines), "broken": lines.broken}
             rows.append(row)
         return rows
@@ -142,7 +144,7 @@ class RunSource(Source):
 
     def files(self) -> list[TrajectoryFile]:
         files = []
-        for path in regular_files(self.path, "trajectories/*.jsonl"):
+        for path in regular_files(self.path, "trajectories/[!.]*.jsonl"):
             match = re.fullmatch(r"(step|eval)_(\d+)", path.stem)
             kind: FileKind = "other" if not match else "train" if match[1] == "step" else "eval"
             files.append(TrajectoryFile(path.stem, path, kind, int(match[2]) if match else None))
@@ -228,13 +230,9 @@ def open_source(number: int, path: Path) -> Source:
 
 
 def regular_files(folder: Path, pattern: str) -> list[Path]:
-    """The files in `folder` that match. Symbolic links in the folder, pipes and devices do not."""
-    depth = pattern.count("/") + 1
-    return [
-        path
-        for path in sorted(folder.glob(pattern))
-        if path.is_file() and not any(p.is_symlink() for p in (path, *path.parents)[:depth])
-    ]
+    """The files in `folder`, or in folders in it, that match: no symbolic links, pipes, devices."""
+    paths = sorted(p for p in folder.glob(pattern) if p.is_file() and not p.is_symlink())
+    return [path for path in paths if path.parent == folder or not path.parent.is_symlink()]
 
 
 def file_version(path: Path) -> str:
