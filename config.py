@@ -885,6 +885,7 @@ def with_prompt(config: T) -> T:
     try:
         text = read_text(file).strip()
         messages = json.loads(text) if text.startswith("[") else None
+        json.dumps(messages, ensure_ascii=False).encode()  # not if it has half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise Misuse(f"--prompt {file} cannot be read ({error})") from error
     if not text:

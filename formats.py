@@ -43,10 +43,7 @@ UNREAD_KEYS = (  # of an object: they would change its conversation
 
 def read_records(paths: Sequence[Path]) -> Iterator[Record]:
     """The conversations in files and runs, without trajectories that have nothing to learn from.
-
-    Raises:
-        ValueError: names file, line and problem.
-    """
+    Raises ValueError, which names file, line and problem."""
     return read_objects([file for path in paths for file in files_of(path)], to_record)
 
 

@@ -219,7 +219,7 @@ def problem_of_messages(messages: Any) -> str | None:
         return f"{expected}, got {messages!r:.80}"
     for message in messages:
         fields = message if isinstance(message, Mapping) else {}
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        if {key: type(part) for key, part in fields.items()} != {"role": str, "content": str}:
             return f"{expected}, got {message!r:.80}"
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles

@@ -179,6 +179,8 @@ def test_evaluation_uses_the_longest_horizon_and_fewer_samples_at_the_start():
 FILES = {
     "twice.json": '[{"item_id": "textcraft_0"}, {"item_id": "textcraft_0"}]',
     "user.json": '[{"role": "user", "content": "Craft it."}]',
+    "half_pair.json": '[{"role": "system", "content": "\\ud83d"}]',
+    "call.json": '[{"role": "system", "content": "", "tool_calls": [1]}]',
     "newer.json": '{"config": {"seed": 1, "aperture": 8}}',
     "half.json": '{"steps": 2.5}',
     "run/config.json": '{"config": {"seed": 3, "model": "tiny"}}',
@@ -236,6 +238,8 @@ MISUSE = {
     "--config newer.json": "no option aperture",
     "--config half.json": "steps 2.5",
     "--prompt user.json": "the roles are",
+    "--prompt half_pair.json": "surrogates not allowed",
+    "--prompt call.json": "got {'role': 'system'",
     **{f"--{name} /dev/null": "a regular file" for name in ("prompt", "config", "tasks")},
 }
 

@@ -626,8 +626,7 @@ def test_the_examples_of_the_page_are_read(tmp_path):
     file.write_text("\n".join(json.dumps(json.loads(text)) for text in texts["Pairs"]))
     chat, counts = ChatTemplate(byte_tokenizer()), Counter()
     pairs = read_pairs(chat, [file], DpoConfig(), counts)
-    names = ["maze_7", "data.json:2", "data.json:3"]
-    assert [pair.task_id for pair in pairs] == names and not counts
+    assert [pair.task_id[-2:] for pair in pairs] == ["_7", ":2", ":3"] and not counts
 
 
 # --- Options --------------------------------------------------------------------------------------
