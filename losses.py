@@ -7,10 +7,9 @@ current policy π. PPO (arXiv 1707.06347, eq. 7) limits how far π can move away
     L  = − 1/N Σₜ wₜ · min( ρₜ Aₜ, clip(ρₜ, 1 − ε, 1 + ε) Aₜ )
 
 N is the number of policy tokens in the full mini-batch, and wₜ corrects for the difference between
-sampler and trainer. If Aₜ < 0, ρₜ is also bounded from above (dual clip). `policy_objective` adds
-an entropy bonus and a KL penalty. The reward only measures success, so without a penalty the policy
-can drift away from the language of its starting model. KL(π ‖ π_ref) measures this drift. It can be
-penalized in two places:
+sampler and trainer. `policy_objective` adds an entropy bonus and a KL penalty. The reward only
+measures success, so without a penalty the policy can drift away from the language of its starting
+model. KL(π ‖ π_ref) measures this drift. It can be penalized in two places:
 
     in the reward   r′ₜ = rₜ − β · KLₜ      PPO for language models (arXiv 1909.08593, eq. 2)
     in the loss     L + β · mean KL         GRPO (arXiv 2402.03300, eq. 3)
@@ -54,7 +53,7 @@ class PolicyLoss(NamedTuple):
     ratio_mean: Tensor  # mean of ρ; 1 before the first optimizer step
     approx_kl: Tensor  # k3 estimate of KL(π_old ‖ π), nats per token
     dual_clip_frac: Tensor  # share of tokens whose gradient the dual clip removed
-    log_ratio_clamp_frac: Tensor  # share of tokens with |log ρ| above MAX_LOG_RATIO
+    log_ratio_clamp_frac: Tensor  # share of tokens whose log ρ was clamped to ±MAX_LOG_RATIO
 
 
 class ValueLoss(NamedTuple):
@@ -117,9 +116,8 @@ def policy_loss(
         L = − 1/N Σₜ wₜ Jₜ
 
     The min makes the clip one-sided. If A > 0, the token is no longer pushed up when ρ > 1 + ε. If
-    A < 0, it is no longer pushed down when ρ < 1 − ε. Moving back is not clipped, so for A < 0 the
-    gradient ρ A has no limit. At log ρ = 20 it is 5e8 A, and after gradient clipping nothing is
-    left of the other tokens. The dual clip removes the gradient of such a token when ρ > c.
+    A < 0, it is no longer pushed down when ρ < 1 − ε. Moving back is not clipped. But for A < 0 the
+    gradient there is ρ A: at log ρ = 20, one token decides the step. The dual clip removes it.
 
     Args:
         log_probs: (B, T) of the current policy, with gradient.
@@ -131,8 +129,7 @@ def policy_loss(
         is_weights: (B, T) w from `sampler_is_weights`; None: 1 everywhere.
         dual_clip: c, above 1; 0: no dual clip.
     Returns:
-        PolicyLoss. NaN on a policy token gives a NaN loss, not an error. A large log ratio does
-        not: it is clamped to ±20 nats before exp.
+        PolicyLoss. NaN on a policy token gives a NaN loss, not an error.
     Raises:
         ValueError: shapes differ.
     """
@@ -147,7 +144,6 @@ def policy_loss(
     # NOTE: select before exp, not only in the mean. The value of where(mask, exp(x), 0) is finite,
     # but its gradient is 0 · inf = NaN. Selecting here blocks the gradient of all masked tokens.
     log_ratio = torch.where(mask, log_probs - old_log_probs.detach(), 0.0)  # (B, T)  log ρ
-    is_clamped = log_ratio.abs() > MAX_LOG_RATIO  # (B, T)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     advantages = advantages.detach()  # (B, T)
     ratio = log_ratio.exp()  # (B, T)  ρ
@@ -163,7 +159,7 @@ def policy_loss(
         ratio_mean = masked_mean(ratio, mask, denominator)
         approx_kl = masked_mean(ratio - 1 - log_ratio, mask, denominator)
         dual_clip_frac = masked_mean(is_dual_clipped, mask, denominator)
-        clamp_frac = masked_mean(is_clamped, mask, denominator)
+        clamp_frac = masked_mean(log_ratio.abs() >= MAX_LOG_RATIO, mask, denominator)
     loss = -masked_mean(objective, mask, denominator)
     return PolicyLoss(loss, clip_frac, ratio_mean, approx_kl, dual_clip_frac, clamp_frac)
 
@@ -259,9 +255,8 @@ def kl_estimate(
         k2 = ½ (log r)²           biased, never negative
         k3 = (r − 1) − log r      unbiased, never negative (GRPO, eq. 4)
 
-    k3 grows like r = exp(log r). At log r = 7 it is 1089 with gradient −1096, so one token can
-    decide the step. verl's "low_var_kl" is k3 clamped at 10; `--kl-clamp 10` does the same in the
-    loss. Here log r is only clamped at 20, so that k3 stays finite.
+    At log r = 7, k3 is 1089 with gradient −1096: one token decides the step. verl's "low_var_kl" is
+    k3 clamped at 10, as with `--kl-clamp 10`. Here log r ≤ 20, only to keep k3 finite.
 
     These properties hold for the *values*. In a loss on fresh samples, only the gradient of each
     token matters (arXiv 2506.09477): E[∇k1] = 0, so k1 is no penalty; E[∇k2] = ∇KL(π ‖ π_ref);
@@ -450,12 +445,9 @@ def policy_objective(
     if s.ref_log_probs is not None:
         with torch.no_grad():
             k3 = kl_estimate(s.log_probs, s.ref_log_probs, "k3", mask)  # (B, T)
-            kl = kl_to_reference(s, objective)  # (B, T)
+            is_clamped = kl_to_reference(s, objective) >= (objective.kl_clamp or math.inf)
         metrics["max:policy/kl_max"] = k3.max()
-        if objective.kl_clamp:
-            metrics["policy/kl_clamp_frac"] = masked_mean(
-                kl >= objective.kl_clamp, mask, denominator
-            )
+        metrics["policy/kl_clamp_frac"] = masked_mean(is_clamped, mask, denominator)
     return loss, metrics
 
 

@@ -49,6 +49,8 @@ class PolicyModel(nn.Module):
     parameters before any of them is used.
     """
 
+    resets_adapters = False  # with --reset-adapter-every the base weights change, too
+
     def __init__(self, lm: Any, share_prefix: bool = True) -> None:
         """Args: share_prefix: use `tree_attention`, which supports packed rows, in all layers."""
         from transformers import AttentionInterface

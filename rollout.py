@@ -376,10 +376,10 @@ class _Episode:
     def add_generation(self, generation: Generation) -> None:
         """Append the sampled turn; end the trajectory if its token budget cut the turn."""
         handler, s = self.handler, self.settings
-        is_cut = generation.finish_reason == "length"
-        turn = handler.add_action(self.chat, generation.token_ids, generation.log_probs, is_cut)
+        turn = handler.add_action(self.chat, generation.token_ids, generation.log_probs)
         turn.generate_s = time.perf_counter() - self.submitted_at
-        if is_cut and len(generation.token_ids) < s.max_tokens_per_turn:
+        out_of_budget = len(generation.token_ids) < s.max_tokens_per_turn
+        if generation.finish_reason == "length" and out_of_budget:
             handler.stop("length")
 
     def give_up_session(self) -> None:

@@ -63,11 +63,11 @@ from run import rundir
 from run.clock import Clock
 from run.progress import phase
 from run.rundir import Run
-from run.session import StopRequests, open_session
+from run.session import StopRequests, is_due, open_session
 from run.session import command_line as run_command
 from run.worker import Worker
 from scale import distributed
-from scale.lora import adapters_off
+from scale.lora import adapters_off, restart_adapters
 from schedulers import make_scheduler
 from trajectory import RolloutHandler, are_equal
 from update import Learner, padding_of, score_critic, score_policy, update_critic, update_policy
@@ -139,6 +139,7 @@ def train(config: Config) -> Run:
             else:
                 distributed.say(f"step {step}: no learning signal, weights unchanged")
                 metrics |= {"policy/optimizer_steps": 0, "policy/skipped_steps": 0}
+            w.reset_adapters_if_due(step)  # the sampler already has the merged weights
 
             # ---------------------------------------------------------------- 7 log, evaluate, save
             metrics |= summarize_trajectories(trajectories, list(horizons)) | signal
@@ -226,7 +227,7 @@ class RLWorker(Worker):
 
         critic         for PPO: predicts the return after each token
         reference      a frozen copy of the initial policy; with LoRA, the policy without its
-                       adapters
+                       adapters, so --reset-adapter-every moves it
         schedulers     one per environment: how many turns the agent may take at step t
         kl_controller  the weight of the KL penalty in the reward, fixed or adaptive
 
@@ -264,6 +265,7 @@ class RLWorker(Worker):
         self.critic: Learner | None = None
         if c.needs_critic:
             self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
+        self.policy.model.resets_adapters = bool(c.reset_adapter_every)
         self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
         self.reference: Any = None
         if self.has_reference and not c.lora_rank:
@@ -333,6 +335,14 @@ class RLWorker(Worker):
             metrics |= update_critic(self.critic, batch, objective, seed=step)
         metrics |= update_policy(self.policy, batch, objective, step, signal_share)
         return metrics
+
+    def reset_adapters_if_due(self, step: int) -> None:
+        """With --reset-adapter-every N, merge the adapters into the base after N, 2 N, ... steps.
+        The base without adapters is the reference, so the reference is then the current policy."""
+        if is_due(step, self.config.reset_adapter_every, 0):
+            restart_adapters(self.policy.model.lm, seed=self.config.seed + step)
+            self.policy = self.with_new_optimizer(self.policy)
+            distributed.say(f"step {step}: adapters merged; this policy is the new reference")
 
 
 # --------------------------------------------------------------------------------- the command line

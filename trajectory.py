@@ -150,7 +150,7 @@ class RolloutHandler(Trajectory):
     advantages: list[float] | None = None
     # (length, hash) of each prompt sent
     _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)
-    _num_cut_turns: int = field(default=0, repr=False)
+    _num_cut_turns: int = field(default=0, repr=False)  # at a token limit, not at a stop token
 
     def start(self, chat: ChatTemplate, prompt: list[dict[str, str]], observation: str) -> None:
         """Begin the sequence with the environment's prompt and first observation."""
@@ -168,14 +168,9 @@ class RolloutHandler(Trajectory):
         return True
 
     def add_action(
-        self,
-        chat: ChatTemplate,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        is_cut: bool = False,
+        self, chat: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float]
     ) -> Turn:
-        """Append an action that the policy sampled; only its tokens get loss_mask 1. `is_cut`: it
-        ended at a token limit, not at a stop token.
+        """Append an action that the policy sampled; only its tokens get loss_mask 1.
 
         Raises:
             ValueError: token_ids and log_probs differ in length, or are empty.
@@ -194,7 +189,7 @@ class RolloutHandler(Trajectory):
             self._append([chat.end_of_turn])
         self.messages.append({"role": "assistant", "content": turn.action_text})
         self.turns.append(turn)
-        self._num_cut_turns += is_cut
+        self._num_cut_turns += token_ids[-1] not in chat.stop_token_ids
         return turn
 
     def next_prompt(self) -> list[int]:

@@ -64,16 +64,14 @@ METRICS: dict[str, str] = {
     "horizon/max_rounds": "turn limit of this step; with several environments, the largest (turns)",
     # policy/: means over policy tokens and over this step's optimizer steps.
     "policy/loss": "clipped policy loss (see --loss-agg) with KL and entropy terms (nats)",
-    "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token; with "
-    "--kl-clamp, after the clamp (nats)",
+    "policy/kl": "KL(policy || reference), estimated on sampled tokens, per policy token (nats)",
     "policy/kl_max": "largest KL of a single token (k3, before --kl-clamp) in the step (nats)",
     "policy/kl_clamp_frac": "share of policy tokens that --kl-clamp limits (0..1)",
     "policy/approx_kl": "KL(policy before this update || policy now), per policy token (nats)",
     "policy/entropy": "mean entropy of the next-token distribution at policy tokens (nats)",
     "policy/clip_frac": "share of policy tokens where the PPO clip was active (0..1)",
     "policy/dual_clip_frac": "share of policy tokens that --dual-clip limits (0..1)",
-    "policy/log_ratio_clamp_frac": "share of policy tokens whose log ratio to the policy before "
-    "the update exceeds 20 nats and is clamped (0..1)",
+    "policy/log_ratio_clamp_frac": "share of policy tokens with a log ratio above 20 nats (0..1)",
     "policy/grad_norm": "global gradient norm before clipping, mean over optimizer steps (1)",
     "policy/learning_rate": "learning rate of the policy's last optimizer step (1)",
     "policy/optimizer_steps": "optimizer steps taken by the policy in this step (count)",

@@ -84,26 +84,14 @@ RULES = {
     # e^10 times less likely than the policy does.
     "kl": Rule(1, 10, 3, 5, "raise --kl-loss-coef or lower --learning-rate"),
     # Largest KL to the reference of a single token (k3); at 1000 its gradient is -1000. In healthy
-    # steps of public 3B runs all tokens together had at most 200 nats. Runs that collapsed had
-    # single tokens above that, and later 900 nats per token on average.
+    # steps of public 3B runs, all tokens together had at most about 200 nats.
     "kl_max": Rule(1e3, 1e5, 3, 5, "set --kl-clamp 10, or lower --learning-rate"),
-    # Share of turns cut at their token limit, minus that share at the start. A policy that forgets
-    # to end its turns reaches 1. An untrained one starts near 1 and raises no alarm.
-    "cut_turns": Rule(
-        *(0.2, 0.5, 3, 5),
-        "read the trajectories; raise --max-tokens-per-turn if the turns make sense, otherwise "
-        "lower --learning-rate or raise --kl-loss-coef",
-    ),
-    # Median number of tokens in a turn, relative to the start. Runs that learn also get terse: a
-    # public run went from about 60 to 12 tokens and still improved. So a fall stops only a run
-    # whose turns are practically empty. Recorded: 0.95 to 1.04.
-    "short_turns": Rule(
-        *(0.2, 0.02, 3, 5, "read the trajectories; raise --entropy-coef or --kl-loss-coef"),
-        falls=True,
-    ),
-    "long_turns": Rule(
-        *(3, 10, 3, 5, "read the trajectories; lower --learning-rate or raise --kl-loss-coef")
-    ),
+    # Share of turns cut at their token limit, minus that share in the first 10 steps.
+    "cut_turns": Rule(0.2, 0.5, 3, 5, "raise --max-tokens-per-turn or lower --learning-rate"),
+    # Median tokens of a turn, relative to the first 10 steps. A public run fell from 60 to 12 and
+    # still improved, so a fall stops a run only when its turns are almost empty.
+    "short_turns": Rule(0.2, 0.02, 3, 5, "raise --entropy-coef or --kl-loss-coef", falls=True),
+    "long_turns": Rule(3, 10, 3, 5, "lower --learning-rate or raise --kl-loss-coef"),
     # Share of sampled tokens in 4-grams that occurred earlier in the same action. TextCraft's
     # oracle has 0.01 with a word vocabulary and 0.25 with characters; a looping action is near 1.
     "repeated_tokens": Rule(
@@ -288,8 +276,7 @@ def _skipped(metrics: Mapping[str, Any], finite: Mapping[str, float]) -> float |
 
 
 def _with_start(first: list[float], value: float | None) -> Iterator[tuple[float, float]]:
-    """The value and the start of the run, the median of its first values; nothing while these are
-    being collected."""
+    """(value, median of the first values); nothing while the first values are collected."""
     if value is not None and len(first) < FIRST_STEPS:
         first.append(value)
     elif value is not None:

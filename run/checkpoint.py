@@ -55,8 +55,11 @@ CHECKSUMS = "trainer_state/SHA256SUMS"
 
 Parts = Mapping[str, tuple[Any, Any]]  # name -> (model, optimizer)
 
-# With LoRA the base weights never change, so only the adapters are saved.
-_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+def _options(model: Any) -> StateDictOptions:
+    """With LoRA only the adapters are saved, unless a reset merges them into the base."""
+    with_frozen = getattr(model, "resets_adapters", False)
+    return StateDictOptions(ignore_frozen_params=not with_frozen, strict=False)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -137,7 +140,7 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
     # If the optimizer has no state yet, get_state_dict would create one by taking a step, with
     # gradients as large as the weights.
     optimizers = (optimizer,) if optimizer.state else ()
-    model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
+    model_state, optimizer_state = get_state_dict(model, optimizers, options=_options(model))
     with warnings.catch_warnings(action="ignore"):  # torch warns about calls that it makes itself
         dcp.save(
             {"model": model_state, "optimizer": optimizer_state},
@@ -266,7 +269,7 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
         index = distributed.run_on_rank_0("resuming", reader.read_metadata)
         has_state = any(key.startswith("optimizer.") for key in index.state_dict_metadata)
         optimizers = (optimizer,) if has_state else ()
-        model_state, optimizer_state = get_state_dict(model, optimizers, options=_TRAINED)
+        model_state, optimizer_state = get_state_dict(model, optimizers, options=_options(model))
         try:
             with warnings.catch_warnings(action="ignore"):  # as in `_write`
                 dcp.load(
@@ -282,7 +285,7 @@ def load(run_dir: Path, step: int, parts: Parts) -> None:
             optimizers,
             model_state_dict=model_state,
             optim_state_dict=optimizer_state,
-            options=_TRAINED,
+            options=_options(model),
         )
 
 

@@ -199,7 +199,7 @@ class Worker:
         with value_errors_as_misuse():  # the folder has no model, or adapters do not fit its layers
             policy = load_policy(self.start, c.share_prefix)
             if c.lora_rank:
-                add_lora(policy.lm, c.lora_rank, c.seed)
+                add_lora(policy.lm, c.lora_rank, c.seed, c.lora_alpha)
         return self.learner(policy, c.learning_rate)
 
     def learner(self, model: Any, learning_rate: float) -> Learner:
@@ -403,7 +403,7 @@ class Worker:
         """Write the policy as Hugging Face files. Collective."""
         policy = self.policy.model
         sync.export_policy(self.accelerator, policy, self.tokenizer, folder)
-        if self.config.lora_rank:
+        if self.config.lora_rank and not policy.resets_adapters:
             target = folder / "adapter" if distributed.rank() == 0 else None
             lm = self.accelerator.unwrap_model(policy).lm
             save_adapter(lm, target, self.start)

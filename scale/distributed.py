@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_module
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from run.errors import RankError
 from scale.memory import keep_for_backward
@@ -146,6 +146,13 @@ def forget(accelerator: Any, model: Any) -> None:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a parameter. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A full tensor, the same on every rank, sharded like `other` if that is sharded."""
+    if not isinstance(other, DTensor):
+        return tensor
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,21 +4,26 @@
 
     W' = W + (α/r) B A        W (out, in) frozen,  A (r, in) and B (out, r) trained
     A ~ U(-1/√in, 1/√in), B = 0        at the start W' = W, so the first policy is the base model
-    α = 2 r                            α/r is 2 for every r
+    α = 2 r by default                 α/r is 2 for every r; `--lora-alpha` sets another α
 
 With P parameters in the model and P_r in the adapters, full training needs 20 P bytes (float32
 weights, gradient, two moments, reference). LoRA needs 4 P + 16 P_r, because the model without its
 adapters is the reference (`adapters_off`). Samplers and checkpoints hold ordinary models, in which
 W' replaces W (`merged_weights`). The output head has no adapter: it is often tied to the embedding,
 and merging would untie them. According to "LoRA Without Regret" (Schulman et al., 2025), with
-policy gradients rank 1 learns as well as full training, at about 10 times the learning rate. Run:
-`python train.py --lora-rank 16`. Read next: `engines.py`.
+policy gradients rank 1 learns as well as full training, at about 10 times the learning rate.
+
+`--reset-adapter-every N` makes W' the new W after every N steps and starts new adapters (ReLoRA,
+arXiv 2307.05695). The reference then moves: the KL term limits how far N steps go, not the run.
+
+Run: `python train.py --lora-rank 16`. Read next: `engines.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,21 +31,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale.distributed import full_tensor
+from scale.distributed import full_tensor, shard_like
 
-ALPHA_PER_RANK = 2  # α/r
+ALPHA_PER_RANK = 2  # α/r by default
 # peft changes the model in place: in the state dict q_proj.weight becomes q_proj.base_layer.weight,
 # followed by q_proj.lora_A.default.weight and q_proj.lora_B.default.weight.
 ADAPTER = "default"
 FILE = "adapter_model.safetensors"
 
 
-def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
+def add_lora(lm: Any, rank: int, seed: int = 0, alpha: float | None = None) -> None:
     """Freeze `lm` and add adapters to all its linear layers except the output head, in place.
 
     Args:
         lm: a causal LM from transformers; its output does not change before training.
         seed: determines A; the global random state is not changed.
+        alpha: α; None: 2 r.
     Raises:
         ValueError: there is no linear layer to adapt.
     """
@@ -50,19 +56,37 @@ def add_lora(lm: Any, rank: int, seed: int = 0) -> None:
         raise ValueError(f"--lora-rank {rank}: {type(lm).__name__} has no linear layers to adapt")
     from peft import LoraConfig, inject_adapter_in_model  # the import takes seconds
 
-    config = LoraConfig(
-        r=rank, lora_alpha=ALPHA_PER_RANK * rank, lora_dropout=0.0, target_modules=targets
-    )
+    alpha = alpha or ALPHA_PER_RANK * rank
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng(devices=[]):  # peft uses the global random state to fill A and B
         inject_adapter_in_model(config, lm, adapter_name=ADAPTER)
-    generator = torch.Generator().manual_seed(seed)
     for layer in _adapted_layers(lm).values():
         layer.lora_A.float()  # peft creates them in the dtype of W
         layer.lora_B.float()
-        a = layer.lora_A[ADAPTER].weight  # (r, in)
-        bound = layer.in_features**-0.5
-        with torch.no_grad():
-            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+    _initialize(lm, seed)
+
+
+def restart_adapters(lm: Any, seed: int) -> None:
+    """Make W' the base weights and start new adapters, in place: the output stays the same up to
+    rounding. The optimizer's state no longer fits. Collective if the model is sharded."""
+    state = lm.state_dict()
+    for name, w in merged_weights(lm):
+        base = state.get(f"{name.removesuffix('.weight')}.base_layer.weight")
+        if base is not None:
+            base.copy_(shard_like(w, base))
+    _initialize(lm, seed)
+
+
+def _initialize(lm: Any, seed: int) -> None:
+    """Fill A with random numbers and B with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in lm.state_dict().items():
+        if ".lora_A." in name:  # (r, in)
+            bound = tensor.shape[1] ** -0.5
+            a = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)
+            tensor.copy_(shard_like(a.to(tensor.device), tensor))
+        elif ".lora_B." in name:  # (out, r)
+            tensor.zero_()
 
 
 def is_adapter(name: str) -> bool:
@@ -142,7 +166,8 @@ def load_adapter(lm: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = load_file(folder / FILE)
-    add_lora(lm, max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    add_lora(lm, config["r"], alpha=config["lora_alpha"])
     state = {_peft_name(name): t for name, t in lm.state_dict().items() if is_adapter(name)}
     if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in tensors.items()}:
         raise ValueError(f"the adapters in {folder} do not fit {type(lm).__name__}")

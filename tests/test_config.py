@@ -1,6 +1,7 @@
 """config.py: presets, one line for each misuse, options saved in a run and read back."""
 
 import json
+import math
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_choices_and_algorithm_groups_match_the_tables_of_the_modules():
 
 @pytest.mark.parametrize("env", ENVS)
 def test_every_preset_fits_every_environment_and_short_lists_do_not_overlap(env):
-    for preset in ("paper", "none", "laptop"):
+    for preset in ("paper", "one-gpu", "none", "laptop"):
         config = complete(with_preset(preset, env))
         config.check()
         assert config.env == env
@@ -137,6 +138,13 @@ def test_unusable_presets_of_an_environment_are_misuse(monkeypatch, values, prob
     monkeypatch.setattr(Letters, "LAPTOP", values, raising=False)
     with registered(), pytest.raises(ValueError, match=re.escape(problem)):
         with_preset("laptop", "letters")
+
+
+def test_the_one_gpu_preset_counts_its_epochs_in_steps():
+    c = with_preset("one-gpu")
+    epoch = len(tasks_of(c)) / c.tasks_per_step
+    assert c.reset_adapter_every == 4 * epoch
+    assert c.steps_scaling_inter == math.ceil(15 * epoch) and c.rounds == (10, 20, 30)
 
 
 def test_the_paper_preset_has_learning_rates_for_large_models():
@@ -203,8 +211,9 @@ MISUSE = {
     "--subtasks": "--subtasks needs at least one value",
     # contradictions
     "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
-    "--dual-clip 1.1": "--dual-clip 1.1 must be 0 (off) or above 1 + --clip-ratio",
+    "--dual-clip 1": "--dual-clip 1.0 must be 0 (off) or above 1",
     "--group-size 1": "--group-size 1",
+    "--reset-adapter-every 2": "needs LoRA adapters: set --lora-rank",
     "--max-tokens-per-turn 2000": "--max-tokens-per-turn 2000",
     "--kl-target 0.1": "--kl-target",
     "--kl-loss-coef 0.1 --kl-estimator k1": "--kl-estimator k1",

@@ -19,11 +19,12 @@ from scale.lora import (
     is_adapter,
     load_adapter,
     merged_weights,
+    restart_adapters,
     save_adapter,
 )
 from update import forward_policy
 
-RANK = 3
+RANK, ALPHA = 3, 9
 PLAIN, SHARED = Objective(share_prefix=False), Objective(share_prefix=True)
 
 
@@ -46,7 +47,7 @@ def batch():
 def adapted(path, change=True, seed=0):
     """The tiny policy with adapters; with `change`, B is not 0, as after an update."""
     policy = load_policy(path)
-    add_lora(policy.lm, RANK, seed)
+    add_lora(policy.lm, RANK, seed, ALPHA)
     if change:
         change_adapters(policy)
     return policy
@@ -96,7 +97,7 @@ def test_a_step_changes_all_adapters_and_not_the_base_model(tiny, batch):
     (-forward_policy(policy, batch, SHARED, "cpu")[0].sum()).backward()
     for name, p in policy.named_parameters():
         assert (p.grad is not None and p.grad.abs().max() > 0) == is_adapter(name), name
-    torch.optim.SGD(parameters, lr=0.01).step()
+    torch.optim.SGD(parameters, lr=0.003).step()
     assert log_probs(policy, batch).sum() > before.sum() + 1e-3
     with adapters_off(policy):
         assert torch.equal(log_probs(policy, batch), log_probs(load_policy(tiny), batch))
@@ -123,6 +124,23 @@ def test_adapters_depend_only_on_the_seed_and_the_global_random_state_is_unchang
 
 
 # -------------------------------------------------------------------------- merging and saving
+
+
+def test_after_a_restart_the_merged_model_is_the_base_of_new_adapters(tiny, batch):
+    policy = adapted(tiny)
+    before, old, merged = (
+        log_probs(policy, batch),
+        adapters(policy.lm),
+        dict(merged_weights(policy.lm)),
+    )
+    restart_adapters(policy.lm, seed=1)
+    torch.testing.assert_close(log_probs(policy, batch), before, atol=1e-4, rtol=0)
+    with adapters_off(policy):
+        torch.testing.assert_close(log_probs(policy, batch), before, atol=1e-4, rtol=0)
+    assert all(torch.equal(w, merged[name]) for name, w in merged_weights(policy.lm))
+    for name, tensor in adapters(policy.lm).items():
+        assert not torch.equal(tensor, old[name]), name
+        assert tensor.any() == (".lora_A." in name), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -173,7 +191,7 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same(tiny, tmp_path):
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(config["target_modules"])  # the same in every run
     assert config["base_model_name_or_path"] == tiny and config["inference_mode"] is True
-    assert (config["r"], config["lora_alpha"]) == (RANK, 2 * RANK)
+    assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
     assert policy.lm.peft_config["default"].inference_mode is False  # still in training
 
 

@@ -364,6 +364,7 @@ def test_the_loss_of_a_step_and_its_metrics_by_hand():
             "policy/clip_frac": 2 / 6,
             "policy/approx_kl": (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 6,
             "policy/dual_clip_frac": 0,
+            "policy/kl_clamp_frac": 0,
             "policy/log_ratio_clamp_frac": 0,
             "max:policy/kl_max": 4 - 1 - math.log(4),  # k3, although the loss has k2
             "sampler/log_prob_diff_mean": (math.log(1.25) + math.log(4)) / 6,
@@ -402,7 +403,7 @@ def test_the_kl_clamp_removes_the_gradient_of_tokens_far_from_the_reference(clam
     assert (3 * log_probs.grad[0]).tolist() == pytest.approx([gradient, 1 - math.e, 0, 0])
     assert metrics["policy/kl"].item() == pytest.approx((kl + math.e - 2) / 3)
     assert metrics["max:policy/kl_max"].item() == pytest.approx(math.exp(7) - 8)
-    assert metrics.get("policy/kl_clamp_frac", 0) == pytest.approx(1 / 3 if clamp else 0)
+    assert metrics["policy/kl_clamp_frac"] == pytest.approx(1 / 3 if clamp else 0)
 
 
 def test_weighted_imitation_by_hand():

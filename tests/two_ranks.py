@@ -24,7 +24,7 @@ from config import Objective
 from dpo import DpoConfig
 from models import CriticModel, PolicyModel
 from scale import distributed
-from scale.lora import add_lora, merged_weights
+from scale.lora import add_lora, merged_weights, restart_adapters
 from scale.memory import keep_for_backward
 from update import Learner, score_critic, score_policy, update_critic, update_policy
 from warmstart import SftSettings, imitate
@@ -44,6 +44,7 @@ DEFAULT = ("grpo", 0, {}, "sgd")
 CASES = {
     "grpo": DEFAULT,
     "grpo lora": ("grpo", 4, {}, "sgd"),
+    "reset lora": ("grpo", 4, {}, "sgd"),
     "ppo": ("ppo", 0, {"share_prefix": True}, "sgd"),
     "ppo lora": ("ppo", 4, {}, "sgd"),
     "shared": ("grpo", 0, {"share_prefix": True, "max_tokens_per_micro_batch": 10_000}, "sgd"),
@@ -139,6 +140,8 @@ def run(case: str) -> dict:
         batch.advantages[3] = torch.nan
     if algorithm in ("grpo", "ppo"):
         metrics |= update_policy(learner, batch, objective, signal_share=0.5)
+    if case == "reset lora":
+        restart_adapters(policy.lm, seed=2)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
     weights = {
         f"{name}.{n}": distributed.full_tensor(p.detach()).clone()
