@@ -121,8 +121,8 @@ def serve(sources: list[Source], options: argparse.Namespace) -> None:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=2
         )
-        names = ", ".join(source.name for source in sources)
-        print(f"{names}: {url}  (stop with Ctrl-C)", flush=True)
+        names = ", ".join(source.name for source in sources)  # folders can come from strangers
+        print(escape_controls(f"{names}: {url}  (stop with Ctrl-C)"), flush=True)
         # Without a screen, a text browser would take over the terminal.
         has_screen = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
         if has_screen and not options.no_browser:
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             serve(sources, options)
     except NoSource as error:
-        print_error(PROG, error)
+        print_error(PROG, escape_controls(str(error)))
         return 2
     except BrokenPipeError:  # | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -20,7 +20,7 @@ def test_a_path_that_cannot_be_shown_is_reported_in_one_line(run, tmp_path, caps
     (tmp_path / "bad.json").write_text("[{]")
     (tmp_path / "notes.txt").write_text("x")
     for argv, message in (
-        (["nowhere"], "no such file"),
+        (["\x1b[31mnowhere"], "⟨U+001B⟩[31mnowhere: no such file"),
         (["empty"], "neither a run"),
         ([str(run.parent)], "it contains runs: run"),
         (["bad.json"], "is not JSON"),
