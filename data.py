@@ -259,7 +259,7 @@ def play_demonstrations(
     style: OracleStyle = PLAIN,
 ) -> list[Record]:
     """`count` different successful demonstrations in the order of `candidates`, or fewer if too
-    many fail."""
+    many fail. EnvError if all fail and parse() does not read what say() writes."""
     records: list[Record] = []
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
@@ -277,6 +277,10 @@ def play_demonstrations(
                 if record is not None and record not in records and len(records) < count:
                     records.append(record)
                     tick()
+        if not records:
+            with suppress(StepOutsideEpisode):  # the oracle knows no move
+                clients[0].reset(tasks[0].task_index, seed)
+                clients[0].check_oracle()
     return records
 
 

@@ -279,17 +279,20 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return StepResult(observation, *outcome)
 
     def say(self, thought: str, action: str) -> str:
-        """The text with which the oracle takes an action. Raises EnvError if parse() does not read
-        the action in it."""
-        text = self._static("say", thought, action)
+        """The text with which the oracle takes an action."""
+        return self._static("say", thought, action)
+
+    def check_oracle(self) -> None:
+        """Raise EnvError if parse() does not read the oracle's action in the text of say()."""
+        thought, action = self.oracle()
+        text = self.say(thought, action)
         try:
             result = self._static("parse", without_thought(text))
         except ParseError as error:
             result = f"ParseError: {error}"
-        if result == action:
-            return text
-        problem = f"say() wrote {text!r:.80} for {action!r:.40}, but parse() read {result!r:.80}"
-        raise EnvServerError(problem, f"environment {self.env}")
+        if result != action:
+            problem = f"say() wrote {text!r:.80} for {action!r:.40}; parse() read {result!r:.80}"
+            raise EnvServerError(problem, f"environment {self.env}")
 
     def observation(self) -> str:
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)

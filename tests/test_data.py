@@ -16,7 +16,7 @@ from data import (
     play_demonstrations,
     to_agenttraj,
 )
-from envclient import StepResult
+from envclient import EnvServerError, StepResult
 from envs import OracleLost, load_tasks
 from envs.common import action_line
 from envs.textcraft.env import TextCraft
@@ -234,6 +234,15 @@ def test_other_tasks_replace_failures_and_an_oracle_that_always_fails_is_an_erro
         assert [int(record["item_id"][-1]) % 2 for record in records] == [1] * 4
         with pytest.raises(ValueError, match="solved none of 12"):
             demonstrations(NAME, load_tasks(NAME, subtasks=["even"]), 3, 0, [url])
+
+
+class Mute(ActionLetters):
+    say = staticmethod(lambda thought, action: f"Action: {thought[-1]}")
+
+
+def test_the_error_says_so_if_parse_does_not_read_what_say_wrote():
+    with serve(Mute) as url, pytest.raises(EnvServerError, match=r"say\(\) wrote 'Action: \.' for"):
+        play_demonstrations(NAME, load_tasks(NAME), 1, 0, [url])
 
 
 def test_sub_tasks_alternate_and_a_task_is_repeated_with_the_next_seed():

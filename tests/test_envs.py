@@ -203,14 +203,6 @@ def test_an_invalid_result_is_a_failure_of_the_environment(coin_file, method, ol
             assert client.step("Action: heads").terminated
 
 
-def test_a_text_of_the_oracle_that_parse_does_not_read_is_an_error(coin_file):
-    say = "say = staticmethod(lambda thought, action: thought)"
-    coin_file.write_text(COIN.replace("def oracle", f"{say}\n\n    def oracle"))
-    message = r"say\(\) wrote 'Why.' for 'heads', but parse\(\) read"
-    with connect("far.coin:Coin", "local") as client, pytest.raises(EnvError, match=message):
-        client.say("Why.", "heads")
-
-
 def test_the_path_to_an_environment_may_be_relative(coin_file, monkeypatch):
     """The server of a run is another process, in another folder."""
     monkeypatch.chdir(coin_file.parent.parent.parent)
