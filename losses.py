@@ -341,7 +341,7 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, observed_kl: float, num_steps: int) -> None:
         """Adapt β to the KL observed over num_steps trajectories, counted over all processes."""
-        error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
+        error = max(-0.2, min(0.2, observed_kl / self.target - 1))  # NaN counts as too far
         self.value *= 1 + error * num_steps / self.horizon
 
 
