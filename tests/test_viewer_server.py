@@ -183,6 +183,7 @@ def test_only_regular_files_in_the_folder_of_a_run_are_read(run, tmp_path, kind)
     for name in (*names, "trajectories/step_000004.jsonl"):
         (run / name).unlink(missing_ok=True)
         make(run / name)
+    (run / "trajectories" / os.fsdecode(b"caf\xe9.jsonl")).write_text(hostile_line(0, "SECRET"))
     client = client_of(run)
     overview = ask(client, "overview/0")
     assert overview["step"] == 3 and not overview["evaluations"] and not overview["alarms"]

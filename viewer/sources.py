@@ -230,9 +230,11 @@ def open_source(number: int, path: Path) -> Source:
 
 
 def regular_files(folder: Path, pattern: str) -> list[Path]:
-    """The files in `folder`, or in folders in it, that match: no symbolic links, pipes, devices."""
+    """The files in `folder`, or in folders in it, that match: no symbolic links, pipes or devices,
+    and no names that cannot be shown."""
     paths = sorted(p for p in folder.glob(pattern) if p.is_file() and not p.is_symlink())
-    return [path for path in paths if path.parent == folder or not path.parent.is_symlink()]
+    paths = [p for p in paths if p.parent == folder or not p.parent.is_symlink()]
+    return [path for path in paths if str(path.relative_to(folder)).isprintable()]
 
 
 def file_version(path: Path) -> str:
