@@ -42,7 +42,8 @@ from envclient import (
     StepOutsideEpisode,
     local_server,
 )
-from envs import Task, env_name, get_env, variant_of
+from envs import ParseError, Task, call_static, env_name, get_env, variant_of
+from envs.common import action_in
 from run.files import build_folder, cache_dir
 from run.progress import phase
 from trajectory import RolloutHandler
@@ -206,7 +207,7 @@ def _play(
     client: EnvClient, task: Task, seed: int, thoughts: bool, slip: Callable[[int], str | None]
 ) -> Record | None:
     """One episode of the oracle. `slip(num_done)` returns a wrong move to make next, or None."""
-    observation = client.reset(task.task_index, seed)
+    observation, env_class = client.reset(task.task_index, seed), get_env(client.env)
     turns = prompt_turns(client.prompt)
     num_done = 0
     for _ in range(MAX_TURNS):
@@ -217,7 +218,7 @@ def _play(
                 thought, action = client.oracle()
             except StepOutsideEpisode:  # the oracle knows no move
                 return None
-            text = client.say(thought if thoughts else "", action)
+            text = call_static(env_class, "say", thought if thoughts else "", action)
             num_done += 1
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": is_right, "value": text})
@@ -227,6 +228,18 @@ def _play(
             is_solved = info["success"] and num_done
             return {"item_id": task.task_id, "conversations": turns} if is_solved else None
     return None
+
+
+def check_say(env_class: Any, thought: str, action: str) -> None:
+    """Raise ValueError if parse() does not read the action in the text that say() writes."""
+    text = call_static(env_class, "say", thought, action)
+    try:
+        result = action_in(env_class, text)
+    except ParseError as error:
+        result = f"ParseError: {error}"
+    if result != action:
+        wrote = f"{env_class.__name__}.say() wrote {text!r:.80} for {action!r:.40}"
+        raise ValueError(f"{wrote}, but parse() read {result!r:.80}")
 
 
 def prompt_turns(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
@@ -259,7 +272,7 @@ def play_demonstrations(
     style: OracleStyle = PLAIN,
 ) -> list[Record]:
     """`count` different successful demonstrations in the order of `candidates`, or fewer if too
-    many fail. EnvError if all fail and parse() does not read what say() writes."""
+    many fail. ValueError if all fail and parse() does not read what say() writes."""
     records: list[Record] = []
     with ExitStack() as stack:
         pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
@@ -280,7 +293,7 @@ def play_demonstrations(
         if not records:
             with suppress(StepOutsideEpisode):  # the oracle knows no move
                 clients[0].reset(tasks[0].task_index, seed)
-                clients[0].check_oracle()
+                check_say(get_env(env), *clients[0].oracle())
     return records
 
 

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from envs import ClassError, ParseError, call_static, env_name, get_env, settings_of
-from envs.common import without_thought
+from envs import ClassError, ParseError, env_name, get_env, settings_of
+from envs.common import action_in
 from envs.http import (
     JSON_HEADERS,
     ConnectionLost,
@@ -260,8 +260,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
-            action = self._static("parse", without_thought(model_text))
-            answer = self._call("POST", "/step", action=action)
+            answer = self._call("POST", "/step", action=action_in(self._class, model_text))
             observation = self._field(answer, "/step", "observation", str)
             try:
                 outcome = self._wire.outcome(answer, self._score)
@@ -271,28 +270,15 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             return self._refusal(str(error), "parse_error")
         except ActionRejected as error:
             return self._refusal(error.problem, "rejected")
+        except ClassError as error:
+            self._is_running = False
+            raise EnvServerError(error.problem, error.env) from error
         except EnvError:
             self._is_running = False
             raise
         self._score += outcome.reward
         self._is_running = not (outcome.terminated or outcome.truncated)
         return StepResult(observation, *outcome)
-
-    def say(self, thought: str, action: str) -> str:
-        """The text with which the oracle takes an action."""
-        return self._static("say", thought, action)
-
-    def check_oracle(self) -> None:
-        """Raise EnvError if parse() does not read the oracle's action in the text of say()."""
-        thought, action = self.oracle()
-        text = self.say(thought, action)
-        try:
-            result = self._static("parse", without_thought(text))
-        except ParseError as error:
-            result = f"ParseError: {error}"
-        if result != action:
-            problem = f"say() wrote {text!r:.80} for {action!r:.40}; parse() read {result!r:.80}"
-            raise EnvServerError(problem, f"environment {self.env}")
 
     def observation(self) -> str:
         return self._field(self._call("GET", "/observation"), "/observation", "observation", str)
@@ -337,12 +323,6 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def note_failure(self, error: EnvError) -> None:
         """Called with each error that a server causes; a pool's client overrides it."""
-
-    def _static(self, method: str, *arguments: str) -> str:
-        try:
-            return call_static(self._class, method, *arguments)
-        except ClassError as error:
-            raise EnvServerError(error.problem, error.env) from error
 
     def _refusal(self, message: str, kind: str) -> StepResult:
         """The result of an invalid text: the state stays the same; the policy reads the reason."""

@@ -8,7 +8,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, call_static
 
 
 class Stage:
@@ -61,6 +61,12 @@ def action_line(model_text: str, drop: str = "", trim: tuple[str, str] = ("", ""
     if not action:
         raise ParseError("No action found. End your answer with a line 'Action: ...'.")
     return action
+
+
+def action_in(env_class: Any, model_text: str) -> str:
+    """The action that the environment's parse reads in the policy's text. Raises ParseError, and
+    ClassError if parse breaks its rules."""
+    return call_static(env_class, "parse", without_thought(model_text))
 
 
 def without_thought(model_text: str) -> str:

@@ -16,7 +16,7 @@ from data import (
     play_demonstrations,
     to_agenttraj,
 )
-from envclient import EnvServerError, StepResult
+from envclient import StepResult
 from envs import OracleLost, load_tasks
 from envs.common import action_line
 from envs.textcraft.env import TextCraft
@@ -241,7 +241,8 @@ class Mute(ActionLetters):
 
 
 def test_the_error_says_so_if_parse_does_not_read_what_say_wrote():
-    with serve(Mute) as url, pytest.raises(EnvServerError, match=r"say\(\) wrote 'Action: \.' for"):
+    message = r"Mute.say\(\) wrote 'Action: \.' for 'abc', but parse\(\) read '\.'"
+    with serve(Mute) as url, pytest.raises(ValueError, match=message):
         play_demonstrations(NAME, load_tasks(NAME), 1, 0, [url])
 
 
