@@ -587,13 +587,23 @@ POSITIVE = (
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
     *("clip_ratio", "value_clip", "max_sync_error", "save_every", "keep_last"),
     *("eval_samples", "eval_start_samples", "eval_rounds", "lora_alpha"),
+    *("samples", "limit", "env_workers"),  # of evaluate.py
+    *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),  # of other methods
+    *("pairs_per_task", "keep_per_task", "beta"),
 )
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),
     *("learning_rate_decay_steps", "kl_coef", "kl_loss_coef", "kl_clamp", "entropy_coef"),
     "sft_coef",
 )
-FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at")
+FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap")
+# The largest value of an option. vLLM accepts temperatures up to 2, NumPy seeds of 32 bits. A list
+# of so many steps or episodes still fits into memory.
+LIMITS: dict[str, int] = dict.fromkeys(FRACTIONS, 1) | {"seed": 2**32 - 1, "temperature": 2}
+LIMITS |= dict.fromkeys(("steps", "tasks_per_step", "group_size", "ppo_epochs"), 10**6)
+LIMITS |= dict.fromkeys(("eval_samples", "eval_start_samples", "samples"), 10**6)
+LARGEST = 10**9  # of all other options
+MIN_TEMPERATURE = 0.01  # vLLM replaces a smaller one, so its log-probs would be wrong
 
 
 def checked(config: Options) -> Options:
@@ -622,18 +632,18 @@ def checked(config: Options) -> Options:
     return config
 
 
-def check_ranges(config: RunConfig) -> None:
+def check_ranges(config: Any) -> None:
     """Raise Misuse for a number outside its range."""
     for name in (*POSITIVE, *NOT_NEGATIVE, *FRACTIONS):
         value = getattr(config, name, None)  # None: not set, or not an option here
         if value is None or (value == 0 and name in config.zero_allowed):
             continue
-        if name in POSITIVE and not 0 < value < math.inf:
-            raise Misuse(f"{flag(name)} {value} must be above 0 and finite")
-        if not 0 <= value < math.inf:
-            raise Misuse(f"{flag(name)} {value} must not be negative or infinite")
-        if name in FRACTIONS and value > 1:
-            raise Misuse(f"{flag(name)} {value} must be between 0 and 1")
+        if name in POSITIVE and not value > 0:
+            raise Misuse(f"{flag(name)} {value} must be above 0")
+        if not 0 <= value <= (limit := LIMITS.get(name, LARGEST)):
+            raise Misuse(f"{flag(name)} {value} must be between 0 and {limit:,}")
+        if name == "temperature" and value < MIN_TEMPERATURE:
+            raise Misuse(f"--temperature {value} must be at least {MIN_TEMPERATURE}")
 
 
 def check_environments(config: RunConfig) -> None:

@@ -35,7 +35,6 @@ Shapes: P pairs, B = 2P rows. Read first: sft.py. Read next: agentevol.py.
 from __future__ import annotations
 
 import json
-import math
 import random
 import sys
 from collections import Counter, defaultdict
@@ -135,8 +134,6 @@ class DpoConfig(IteratedConfig):
 
     def check(self) -> None:
         super().check()
-        self.require("min_gap", 0 <= self.min_gap <= 1, "must be between 0 and 1")
-        self.require("beta", 0 < self.beta < math.inf, "must be above 0 and finite")
         self.require("label_smoothing", 0 <= self.label_smoothing < 0.5, "must be in [0, 0.5)")
         if self.label_smoothing and self.loss != "sigmoid":
             raise Misuse("--label-smoothing needs --loss sigmoid; leave it out")

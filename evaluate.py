@@ -27,7 +27,6 @@ Read next: reporting/scoring.py for the numbers, rollout.py for the rollout loop
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -35,16 +34,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from config import (
     PAPER,
     SMALL_MODELS,
     RunConfig,
     check_addresses,
+    check_ranges,
     complete,
     config_per_env,
-    flag,
     flag_values,
     has_gpu,
     learns_only_from_files,
@@ -87,6 +86,8 @@ FAILURES = (EngineError, EnvError, ImportError, OSError)  # ImportError: a packa
 @dataclass(frozen=True)
 class EvalConfig:
     """Measure avg@k and pass@k on held-out tasks, overall and by sub-task, with 95 % intervals."""
+
+    zero_allowed: ClassVar[frozenset[str]] = frozenset({"temperature"})
 
     env: str = "textcraft"
     """environment, or `all` to evaluate on every one and compare with the paper's numbers"""
@@ -161,26 +162,20 @@ class EvalConfig:
     def check(self) -> None:
         """Raises Misuse if a value is out of range or options contradict each other."""
         c, out = self, Path(self.out or "")
-        for name in ("samples", "limit", "env_workers", "max_tokens_per_turn", "max_rounds"):
-            value = getattr(c, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if any(number is not None and number < 1 for number in numbers):
-                raise Misuse(f"{flag(name)} {value} must be at least 1")
+        check_ranges(c)
         is_all = c.env == ALL
         has_task_options = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         has_results = (out / "benchmark.json").exists()
         is_taken = c.out and out.exists() and (not out.is_dir() or any(out.iterdir()))
         problems = {
             f"--compare needs two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
-            f"--seed {c.seed} must be 0 or more": c.seed < 0,
-            f"--temperature {c.temperature} must be 0 or more": not 0 <= c.temperature < math.inf,
+            f"--max-rounds {c.max_rounds} must be at least 1": min(c.max_rounds, default=1) < 1,
             "--temperature 0 makes all samples of a task equal; use --samples 1": (
                 c.samples > 1 and not c.temperature
             ),
             "--max-tokens-per-turn must be below --max-trajectory-tokens": (
                 c.max_tokens_per_turn >= c.max_trajectory_tokens
             ),
-            "--max-env-failures must be a share, 0 to 1": not 0 <= c.max_env_failures <= 1,
             "--tasks and --split both name tasks; give only one": c.tasks and c.split,
             "--model and --api-base cannot be combined; give only one": c.model and c.api_base,
             "give --api-base and --api-model together": bool(c.api_base) != bool(c.api_model),

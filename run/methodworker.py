@@ -57,10 +57,6 @@ from warmstart import base_model_path, demonstrations_for
 
 # Imitation can bring the entropy close to 0, which is success and not collapse.
 LOW_IN_IMITATION = frozenset({"policy/entropy"})
-AT_LEAST_1 = (
-    *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),
-    *("pairs_per_task", "keep_per_task"),
-)
 UNUSED_WITH_DATA = "--data replaces the oracle; leave it out"
 
 
@@ -106,8 +102,6 @@ class MethodConfig(RunConfig):
         value = getattr(self, "min_return", None)
         is_valid = value is None or (math.isfinite(value) and (value >= 0 or self.method == "sft"))
         self.require("min_return", is_valid, "must be finite and not below 0")
-        for name in AT_LEAST_1:
-            self.require(name, getattr(self, name, 1) >= 1, "must be at least 1")
         for name in FILE_OPTIONS:
             for file in getattr(self, name, ()):
                 if not self.has_saved_inputs and not os.access(file, os.R_OK):

@@ -136,18 +136,18 @@ class VLLMEngine:
             raise EngineError(
                 f"vLLM has no weights to sample {request_id} with: it is asleep, or loading failed"
             )
-        params = self._params(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,  # only of the sampled token
-            flat_logprobs=True,  # lists of numbers instead of a dict per token
-            detokenize=False,
-            output_kind=self._final_only,
-            skip_clone=True,
-        )
         prompt = {"prompt_token_ids": list(prompt_ids)}
         with _engine_error(f"vLLM refused request {request_id}"):
+            params = self._params(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                stop_token_ids=list(sampling.stop_token_ids),
+                logprobs=0,  # only of the sampled token
+                flat_logprobs=True,  # lists of numbers instead of a dict per token
+                detokenize=False,
+                output_kind=self._final_only,
+                skip_clone=True,
+            )
             self._llm.llm_engine.add_request(request_id, prompt, params)
         self._running.add(request_id)
 

@@ -208,6 +208,13 @@ MISUSE = {
     "--env-addr local http://127.0.0.1:1": "--env-addr local is not a server",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
+    "--temperature 3": "--temperature 3.0 must be between 0 and 2",
+    "--temperature 0.001": "--temperature 0.001 must be at least 0.01",
+    f"--seed {10**20}": "must be between 0 and 4,294,967,295",
+    f"--steps {10**20}": "must be between 0 and 1,000,000",
+    f"--max-tokens-per-micro-batch {10**20}": "must be between 0 and 1,000,000,000",
+    "--sampler-is-cap 1e300": "--sampler-is-cap 1e+300",
+    "--learning-rate 1e400": "--learning-rate inf",
     "--subtasks": "--subtasks needs at least one value",
     # contradictions
     "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",
