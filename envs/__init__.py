@@ -135,15 +135,12 @@ class Settings:
 def get_env(name: str) -> Any:
     """Import and return an environment's class. `name` is a key of ENVS or "package.module:Class".
     Raises ValueError if the class does not exist or lacks a member."""
-    if name in ENVS:
-        module_name, _, class_name = ENVS[name].partition(":")
-        return getattr(import_module(module_name), class_name)
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", ENVS.get(name, name)):
         choices = ", ".join(sorted(ENVS))
         raise ValueError(
             f"unknown environment {name!r}; choose one of: {choices}; or give package.module:Class"
         )
-    module_name, _, class_name = name.partition(":")
+    module_name, _, class_name = ENVS.get(name, name).partition(":")
     try:
         module = import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's file can raise anything

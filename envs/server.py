@@ -288,8 +288,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         get_env(options.env)
     except ValueError as error:
         parser.error(f"--env: {error}")
-    except ImportError:
-        pass  # a package is missing; main() reports it
     return options
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "run scale sampling reporting viewer envs tools recipes benchmarks".split()
 SOURCES = [*ROOT.glob("*.py"), *(p for d in FOLDERS for p in (ROOT / d).rglob("*.py"))]
 MODULES = sorted(
-    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for file in SOURCES
     if ">>> " in file.read_text() and file.name != "conftest.py"
 )

@@ -91,6 +91,12 @@ def test_every_environment_has_the_required_members_and_parses_what_it_says():
         assert env_class.parse(env_class.say("It may help.", action)) == action
 
 
+def test_a_broken_folder_in_envs_is_a_one_line_error_too(monkeypatch):
+    monkeypatch.setitem(envs.ENVS, "broken", "envs.textcraft:Absent")
+    with pytest.raises(ValueError, match="environment broken: envs.textcraft has no class Absent"):
+        get_env("broken")
+
+
 def test_an_environment_outside_the_repository_is_listed_served_and_played(coin_file):
     env = "far.coin:Coin"
     assert env_name(env) == "coin" == settings_of(env).id_prefixes[0]
