@@ -214,7 +214,6 @@ MISUSE = {
     f"--steps {10**20}": "must be between 0 and 1,000,000",
     f"--max-tokens-per-micro-batch {10**20}": "must be between 0 and 1,000,000,000",
     "--sampler-is-cap 1e300": "--sampler-is-cap 1e+300",
-    "--learning-rate 1e400": "--learning-rate inf",
     "--subtasks": "--subtasks needs at least one value",
     # contradictions
     "--sampler-is-cap 0.5": "--sampler-is-cap 0.5",

@@ -164,11 +164,8 @@ def test_a_bad_address_is_an_error_that_does_not_repeat_its_secret(url, message)
     assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_variable_without_a_usable_key_is_an_error_that_does_not_repeat_it(monkeypatch):
-    """http.client's error for a header with a line break quotes the header."""
-    assert key_in(None) is None
-    for value in ("", "s3cret\n", "s3 cret"):
-        monkeypatch.setenv("SOME_KEY", value)
-        with pytest.raises(ValueError, match="--api-key-env SOME_KEY") as error:
-            key_in("SOME_KEY")
-        assert "cret" not in str(error.value)
+def test_a_key_with_a_line_break_is_an_error_that_does_not_repeat_it(monkeypatch):
+    """http.client's error for such a header quotes the header."""
+    monkeypatch.setenv("SOME_KEY", "s3cret\n")
+    with pytest.raises(ValueError, match="--api-key-env SOME_KEY: [^3]*$"):
+        key_in("SOME_KEY")
