@@ -337,8 +337,7 @@ class RLWorker(Worker):
         return metrics
 
     def reset_adapters_if_due(self, step: int) -> None:
-        """With --reset-adapter-every N, merge the adapters into the base after N, 2 N, ... steps.
-        The base without adapters is the reference, so the reference is then the current policy."""
+        """Merge the adapters into the base, so that the reference becomes the current policy."""
         if is_due(step, self.config.reset_adapter_every, 0):
             restart_adapters(self.policy.model.lm, seed=self.config.seed + step)
             self.policy = self.with_new_optimizer(self.policy)

@@ -163,6 +163,25 @@ def test_a_prompt_over_the_budget_is_reported_in_one_line_and_leaves_no_files(tm
     assert sorted(tmp_path.rglob("*")) == paths_before
 
 
+def test_a_run_that_resets_its_adapters_is_resumed_exactly(tmp_path):
+    """It is stopped at the step of the reset, and again one step later."""
+    lora = dict(lora_rank=4, lora_alpha=16, reset_adapter_every=2, kl_loss_coef=0.1)
+    method = dict(algorithm="reinforce_plus_plus", deterministic=True, learning_rate=1e-2)
+    runs = tmp_path / "run", tmp_path / "uninterrupted"
+    with serve() as url:
+        settings = options(tmp_path, url, **lora, **method, steps=4)
+        assert train_main(flags(**settings | {"run_dir": str(runs[1])})) == 0
+        for steps in (2, 3, 4):
+            changes = {"steps": steps} | ({"resume": True} if steps > 2 else {})
+            assert train_main(flags(**settings | changes)) == 0
+    assert read_metrics(runs[0]) == read_metrics(runs[1])
+    rows = read_metrics(runs[0])
+    assert [row["policy/kl"] > 0 for row in rows] == [False, True, False, True]
+    assert max(row["sync/log_prob_diff_mean"] for row in rows) < 1e-5
+    assert not (checkpoint.folder_of(runs[0], 4) / "adapter").exists()
+    assert not saved_tensors(runs[0], 4).get("optimizer"), "the optimizer is new, too"
+
+
 # --- The trajectories in the loss ----------------------------------------------------------------
 
 
@@ -329,28 +348,6 @@ def test_out_of_memory_is_reported_in_one_line_with_the_options_to_change(phase,
     assert all(words in str(error_info.value) for words in contents)
     with pytest.raises(RuntimeError, match="shapes"), Clock()(phase):
         raise RuntimeError("shapes differ")
-
-
-# --- LoRA whose adapters are reset ---------------------------------------------------------------
-
-
-def test_a_run_that_resets_its_adapters_is_resumed_exactly(tmp_path):
-    """It is stopped at the step of the reset, and again one step later."""
-    lora = dict(lora_rank=4, lora_alpha=16, reset_adapter_every=2, kl_loss_coef=0.1)
-    method = dict(algorithm="reinforce_plus_plus", deterministic=True, learning_rate=1e-2)
-    runs = tmp_path / "run", tmp_path / "uninterrupted"
-    with serve() as url:
-        settings = options(tmp_path, url, **lora, **method, steps=4)
-        assert train_main(flags(**settings | {"run_dir": str(runs[1])})) == 0
-        for steps in (2, 3, 4):
-            changes = {"steps": steps} | ({"resume": True} if steps > 2 else {})
-            assert train_main(flags(**settings | changes)) == 0
-    assert read_metrics(runs[0]) == read_metrics(runs[1])
-    rows = read_metrics(runs[0])
-    assert [row["policy/kl"] > 0 for row in rows] == [False, True, False, True]
-    assert max(row["sync/log_prob_diff_mean"] for row in rows) < 1e-5
-    assert not (checkpoint.folder_of(runs[0], 4) / "adapter").exists()
-    assert not saved_tensors(runs[0], 4).get("optimizer"), "the optimizer is new, too"
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------
