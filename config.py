@@ -202,8 +202,7 @@ class RunConfig(UpdateOptions):
     stop_at: float | None = None
     """stop when held-out success reaches this (0..1); if not given, never"""
     save_every: int = 20
-    """write a checkpoint every N steps and at the end; Ctrl-C and errors save as well,
-    but `kill -9` loses the steps since the last checkpoint [paper: 25]"""
+    """write a checkpoint every N steps and at the end; kill -9 loses the steps since [paper: 25]"""
     keep_last: int = 2  # how many of the latest checkpoints to keep, besides the best
     run_dir: str | None = None
     """folder of the run; if not given, runs/<env>-<method>-<date-time>"""

@@ -92,7 +92,7 @@ def save(
         CheckpointError: weights or moments are not finite, or the disk is full or not writable; no
             partial checkpoint is left behind.
     """
-    _require_finite(run_dir, step, parts)
+    _require_finite(step, parts)
     folder = folder_of(run_dir, step)
     tmp: Path | None = None
     document = {"format": FORMAT, "step": step, "parts": sorted(parts), **state}
@@ -103,7 +103,7 @@ def save(
             _write(new / "trainer_state" / name, part)
         text = json.dumps(document, indent=1)
         distributed.run_on_rank_0("saving", lambda: (new / STATE).write_text(text))
-        sums = "".join(f"{digest}  {name}\n" for name, digest in _checksums_of(new).items())
+        sums = "".join(f"{line}\n" for line in _checksums_of(new))
         distributed.run_on_rank_0("saving", lambda: (new / CHECKSUMS).write_text(sums))
         distributed.run_on_rank_0("saving", lambda: finish_folder(new, folder))
     # ValueError: transformers refuses to save this model. A full disk can raise any of the others.
@@ -120,7 +120,7 @@ def save(
     return folder
 
 
-def _require_finite(run_dir: Path, step: int, parts: Parts) -> None:
+def _require_finite(step: int, parts: Parts) -> None:
     """Refuse weights and moments that are NaN or infinite: no run could continue from them, and
     they would replace the last good checkpoint."""
     for name, (model, optimizer) in parts.items():
@@ -128,10 +128,10 @@ def _require_finite(run_dir: Path, step: int, parts: Parts) -> None:
         moments = [x for state in optimizer.state.values() for x in state.values()]
         tensors = [distributed.local_part(x) for x in trained + moments if torch.is_tensor(x)]
         if not all(distributed.gather(all(bool(x.isfinite().all()) for x in tensors))):
-            last = [f" from the checkpoint of step {n}" for n in steps_saved(run_dir)[-1:]]
             raise CheckpointError(
-                f"step {step} cannot be saved: the weights of the {name} or their moments are not "
-                f"finite; start a new run{''.join(last)} with a lower --learning-rate"
+                f"step {step} is not saved, because the weights of the {name} or their moments are "
+                "not finite. Earlier checkpoints are intact: start a new run from the last one, "
+                "with a lower --learning-rate"
             )
 
 
@@ -149,19 +149,20 @@ def _write(folder: Path, part: tuple[Any, Any]) -> None:
         )
 
 
-def _checksums_of(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file by its path in the folder. Collective: each rank reads a share."""
+def _checksums_of(folder: Path) -> list[str]:
+    """A line of SHA256SUMS for each file. Collective: each rank reads a share of the files."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
 
-    def digest(path: Path) -> str:
+    def line_of(path: Path) -> str:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return f"{digest}  {path.relative_to(folder)}"
 
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    share = paths[distributed.rank() :: distributed.world_size()]
-    parts = distributed.run_on_every_rank(
-        "computing checksums", lambda: [(str(p.relative_to(folder)), digest(p)) for p in share]
-    )
-    return dict(item for part in parts for item in part)
+    def work() -> list[str]:
+        return [line_of(path) for path in paths[distributed.rank() :: distributed.world_size()]]
+
+    parts = distributed.run_on_every_rank("computing checksums", work)
+    return [line for part in parts for line in part]
 
 
 def mark_best(run_dir: Path, step: int) -> None:
@@ -215,16 +216,10 @@ def _verify(folder: Path) -> None:
     if not path.exists():
         distributed.say(f"note: {folder} has no checksums, so damage to it may not be noticed")
         return
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        expected = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    except ValueError as error:
-        raise _unreadable(path, error) from error
-    checksums = _checksums_of(folder)
-    for name, digest in expected.items():
-        if checksums.get(name) != digest:
-            problem = "has changed since it was written" if name in checksums else "is missing"
-            raise _unreadable(folder / name, f"it {problem}")
+    expected = path.read_text(errors="replace").splitlines()
+    if changed := set(expected) - set(_checksums_of(folder)):
+        name = min(line[66:] for line in changed)  # after the digest and two blanks
+        raise _unreadable(folder, f"{name} is missing or has changed since it was written")
 
 
 def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[str, Any]:

@@ -283,13 +283,8 @@ class _Output:
         self._name, self._stream = name, stream or open(os.devnull, "w")  # noqa: SIM115
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._try(self._stream.write, text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
+        value = getattr(self._stream, name)
+        return functools.partial(self._try, value) if name in ("write", "flush") else value
 
     def _try(self, action: Callable[..., Any], *arguments: str) -> Any:
         try:

@@ -39,8 +39,6 @@ from run.errors import (
     CheckpointError,
     Misuse,
     RunFailed,
-    SyncError,
-    TooManyEnvFailures,
     TrainingError,
     print_error,
 )
@@ -154,9 +152,7 @@ class Session(Generic[WorkerType]):
         """Load the newest checkpoint, if there is one."""
         worker = self.worker
         worker.sleep_sampler()  # on a GPU the optimizer's state needs the sampler's memory
-        with progress.phase("loading the checkpoint"):
-            loaded = checkpoint.load_newest(self.run.path, self.identity(), worker.parts())
-        if loaded:
+        if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
             try:
@@ -204,7 +200,7 @@ class Session(Generic[WorkerType]):
         try:
             yield
         except (Exception, SystemExit) as error:
-            if not self.worker.has_new_weights or not is_on_all_ranks(error):
+            if not self.worker.has_new_weights or not distributed.is_known_to_all(error):
                 raise
             self.failure = error
 
@@ -362,16 +358,11 @@ class Session(Generic[WorkerType]):
 
     def save_before_exit(self, error: BaseException) -> None:
         """Save the completed steps, if the weights are theirs, and print how to resume."""
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        if not (self.completed_step or is_interrupt) or not is_on_all_ranks(error):
+        has_steps = self.completed_step or isinstance(error, KeyboardInterrupt)
+        if not has_steps or not distributed.is_known_to_all(error):  # saving is collective
             return
         if not self.worker.has_new_weights and not isinstance(error, CheckpointError):
-            try:
-                self.save_completed()
-            except CheckpointError as problem:
-                if is_interrupt:  # its exit code says that everything is saved
-                    raise
-                distributed.say(f"\n{problem}")
+            self.save_completed()
         saved = f"the last checkpoint is of step {self.saved_step}"
         if self.saved_step == self.completed_step:
             saved = "a checkpoint is saved"
@@ -392,14 +383,6 @@ class Session(Generic[WorkerType]):
                 distributed.say(f"note: old checkpoints could not be deleted: {error}")
 
         distributed.run_on_rank_0("tidying up checkpoints", work)
-
-
-def is_on_all_ranks(error: BaseException) -> bool:
-    """Whether every rank raises this error, so that all of them can save, which is collective."""
-    # These errors follow from numbers gathered from all ranks.
-    shared = KeyboardInterrupt | TooManyEnvFailures | SyncError | TrainingError
-    is_alone = distributed.world_size() == 1
-    return is_alone or isinstance(error, shared) or distributed.is_known_to_all(error)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -258,8 +258,7 @@ class Worker:
     def close_engine(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Close the sampler, unless only this rank has failed. In that case vLLM would close the
         process group, which on GPUs waits for all ranks, and the error would never be printed."""
-        is_shared = error is None or isinstance(error, KeyboardInterrupt)
-        if is_shared or distributed.world_size() == 1 or distributed.is_known_to_all(error):
+        if error is None or distributed.is_known_to_all(error):
             self.engine.close()
 
     # Rollouts

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_module
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from run.errors import RankError
+from run.errors import RankError, SyncError, TooManyEnvFailures, TrainingError
 from scale.memory import keep_for_backward
 
 T = TypeVar("T")
@@ -266,8 +266,11 @@ def run_on_rank_0(activity: str, work: Callable[[], T]) -> T:
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """True if all ranks raise `error`, so only rank 0 has to print it."""
-    return isinstance(error, RankError) or (error is not None and is_known_to_all(error.__cause__))
+    """True if all ranks raise `error`: they can still use collectives, and only rank 0 has to print
+    it. Apart from RankError, the errors named here follow from numbers gathered from all ranks."""
+    shared = RankError | KeyboardInterrupt | TooManyEnvFailures | SyncError | TrainingError
+    is_shared = world_size() == 1 or isinstance(error, shared)
+    return is_shared or (error is not None and is_known_to_all(error.__cause__))
 
 
 def is_lost_contact(error: BaseException) -> bool:

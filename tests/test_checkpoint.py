@@ -141,7 +141,7 @@ def test_numbers_that_are_not_finite_do_not_replace_the_last_checkpoint(tmp_path
     parts = make_parts()
     bias = parts["critic"][0][1].bias
     (bias.data if where == "weights" else parts["critic"][1].state[bias]["exp_avg"])[:] = math.nan
-    with pytest.raises(CheckpointError, match="step 2 cannot be saved: .* of the critic .* step 1"):
+    with pytest.raises(CheckpointError, match="step 2 is not saved.* weights of the critic"):
         save(tmp_path, 2, model, parts=parts)
     assert steps_and_other_files(tmp_path) == ([1], [])
 
@@ -182,8 +182,8 @@ def test_one_changed_byte_in_any_file_is_noticed(tmp_path, model):
         content[len(content) // 2] ^= 1
         original = file.rename(tmp_path / "original")
         file.write_bytes(content)
-        named = "has changed|missing" if file.name == "SHA256SUMS" else f"{file} .* has changed"
-        with pytest.raises(CheckpointError, match=named):
+        name = "" if file.name == "SHA256SUMS" else str(file.relative_to(folder))
+        with pytest.raises(CheckpointError, match=f"{folder} cannot be used: {name}"):
             load_newest(tmp_path)
         original.replace(file)
     assert load_newest(tmp_path)[0] == 1

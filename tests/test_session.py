@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +18,16 @@ from toy_env import Letters, flags, options, read_metrics, serve, train_main, wr
 from config import Config
 from engines import TransformersEngine
 from losses import AdaptiveKLController
+from reporting import metrics
 from reporting.logs import read_log
 from reporting.sentinels import RULES
 from run import checkpoint, session
+from run.errors import SyncError
 from run.rundir import Run
 from run.session import StopRequests
 from run.worker import Worker
 from scale.default_models import resolve_model
+from train import RLWorker
 
 
 @pytest.fixture
@@ -115,30 +117,36 @@ def url():
         yield url
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(url, tmp_path_factory):
-    """An uninterrupted run of three steps, with a checkpoint of each. The entropy bonus changes
-    its weights even if all returns are equal."""
-    tmp_path = tmp_path_factory.mktemp("uninterrupted")
-    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
+def start(tmp_path, url, **changes):
+    """Start a run of three steps; returns its exit code. The entropy bonus changes its weights even
+    if all returns are equal. Each step takes two optimizer steps and changes the KL controller."""
     settings = options(
         tmp_path,
         url,
         algorithm="reinforce_plus_plus",
         entropy_coef=0.01,
+        kl_coef=0.1,
+        kl_target=0.001,
+        mini_batch_size=2,
         deterministic=True,
         learning_rate=1e-3,
         learning_rate_decay_steps=2,
         max_sync_error=1e-4,
         steps=3,
-        save_every=1,
         keep_last=9,
         eval_every=1,
         eval_samples=1,
-        eval_tasks=held_out,
+        eval_tasks=write_ids(tmp_path / "held_out.json", num_tasks=2),
     )
-    assert train_main(flags(**settings)) == 0
-    return Path(settings["run_dir"])
+    return train_main(flags(**settings | changes))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(url, tmp_path_factory):
+    """The uninterrupted run, with a checkpoint of each step."""
+    tmp_path = tmp_path_factory.mktemp("uninterrupted")
+    assert start(tmp_path, url) == 0
+    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -220,6 +228,47 @@ def test_a_run_whose_sampler_cannot_be_synced_stops_before_its_first_step(
     (line,) = output.err.splitlines()
     assert "before step 1" in line and "--engine transformers" in line and "resume" not in line
     assert not (tmp_path / "run").exists()
+
+
+OOM = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "call", "error", "saved_step"),
+    [
+        (RLWorker, "roll_out", 2, KeyError("in an environment's code"), 1),
+        (torch.optim.AdamW, "step", 3, OOM, 1),  # the first optimizer step of step 2
+        (torch.optim.AdamW, "step", 4, OOM, 2),  # the second one
+        (RLWorker, "sync", 2, SyncError("sampler and trainer differ"), 2),
+        (metrics, "plot", 2, KeyError("in a figure"), 2),
+    ],
+)
+def test_an_error_at_any_point_loses_no_step(
+    url, uninterrupted, tmp_path, capsys, monkeypatch, owner, method, call, error, saved_step
+):
+    original, calls = getattr(owner, method), []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return original(*args)
+
+    is_bug, run_dir = isinstance(error, KeyError), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, failing)
+        with pytest.raises(KeyError) if is_bug else contextlib.nullcontext():  # a traceback
+            assert start(tmp_path, url, save_every=3) == 1
+    captured = capsys.readouterr()
+    assert is_bug or (str(error) in captured.err and captured.err.count("\n") == 1)
+    assert checkpoint.steps_saved(run_dir) == [saved_step]
+    assert f"stopped after step {saved_step}; a checkpoint is saved" in captured.out
+    assert f"--resume --run-dir {run_dir}" in captured.out
+    assert resume(run_dir) == 0
+    rows, expected_rows = read_metrics(run_dir), read_metrics(uninterrupted)
+    assert [row["step"] for row in rows] == [1, 2, 3] and "eval/avg" in rows[1]
+    if call != 4:  # then step 2 ends after the first of its two optimizer steps
+        assert rows[-1] == expected_rows[-1]
 
 
 # --- The end of a run ----------------------------------------------------------------------------

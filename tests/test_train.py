@@ -1,6 +1,5 @@
 """train.py from the command line: the files of a run, failures, Ctrl-C, resume."""
 
-import contextlib
 import json
 import os
 import signal
@@ -32,7 +31,7 @@ from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
 from run import checkpoint, worker
 from run.clock import Clock
-from run.errors import OutOfMemory, SyncError
+from run.errors import OutOfMemory
 from scale.default_models import resolve_model
 from train import RLWorker, select
 from trajectory import RolloutHandler, Turn
@@ -257,77 +256,6 @@ def test_an_engine_failure_is_reported_in_one_line_and_ended_trajectories_are_sa
     assert_one_line(capsys.readouterr().err, "out of memory")
     assert (run_dir / "trajectories/step_000001.jsonl").exists()
     assert read_metrics(run_dir) == []
-
-
-# Two optimizer steps per step, and a KL controller, whose state changes before the update.
-FOUR_STEPS = dict(
-    algorithm="reinforce_plus_plus",
-    kl_coef=0.1,
-    kl_target=0.001,
-    mini_batch_size=2,
-    deterministic=True,
-    steps=4,
-    save_every=4,
-    eval_every=3,
-    eval_samples=1,
-)
-
-
-def run_four_steps(tmp_path, url):
-    held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
-    code, _ = run_in_process(tmp_path, url, **FOUR_STEPS, eval_tasks=held_out)
-    return code
-
-
-@pytest.fixture(scope="module")
-def uninterrupted_rows(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("uninterrupted")
-    with serve() as url:
-        assert run_four_steps(tmp_path, url) == 0
-    return read_metrics(tmp_path / "run")
-
-
-OOM = torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "call", "error", "saved_step"),
-    [
-        (RLWorker, "roll_out", 3, KeyError("in an environment's code"), 2),
-        (torch.optim.AdamW, "step", 5, OOM, 2),  # the first optimizer step of step 3
-        (torch.optim.AdamW, "step", 6, OOM, 3),  # the second one
-        (RLWorker, "sync", 3, SyncError("sampler and trainer differ"), 3),
-        (metrics, "plot", 3, KeyError("in a figure"), 3),
-    ],
-)
-def test_an_error_at_any_point_loses_no_step(
-    tmp_path, capsys, monkeypatch, uninterrupted_rows, owner, method, call, error, saved_step
-):
-    original, calls = getattr(owner, method), []
-
-    def failing(*args):
-        calls.append(1)
-        if len(calls) == call:
-            raise error
-        return original(*args)
-
-    is_bug = isinstance(error, KeyError)  # shows its traceback
-    with serve() as url:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, failing)
-            with pytest.raises(type(error)) if is_bug else contextlib.nullcontext():
-                assert run_four_steps(tmp_path, url) == 1
-        captured, run_dir = capsys.readouterr(), tmp_path / "run"
-        assert is_bug or (str(error) in captured.err and len(captured.err.splitlines()) == 1)
-        assert checkpoint.steps_saved(run_dir) == [saved_step]
-        assert f"stopped after step {saved_step}; a checkpoint is saved" in captured.out
-        assert f"--resume --run-dir {run_dir}" in captured.out
-        assert train_main(["--resume", "--run-dir", str(run_dir)]) == 0
-    rows = read_metrics(run_dir)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row.get("eval/avg") is not None for row in rows] == [False, False, True, True]
-    if call != 6:  # then step 3 ends after the first of its two optimizer steps
-        assert rows[-1] == uninterrupted_rows[-1]
 
 
 @pytest.mark.parametrize(
