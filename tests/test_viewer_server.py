@@ -175,7 +175,7 @@ def test_only_regular_files_in_the_folder_of_a_run_are_read(run, tmp_path, kind)
         "link": lambda path: path.symlink_to(tmp_path / "secret"),
         "pipe": os.mkfifo,
         "folder": Path.mkdir,
-        "damaged": lambda path: path.write_bytes(b'[1]\n{"step": [1e999]}\n\xff'),
+        "damaged": lambda path: path.write_bytes(b'[1]\n{"step": [1], "time/rollout_s": 1}\n\xff'),
     }[kind]
     shutil.move(run / "eval", tmp_path / "linked")
     (run / "eval").symlink_to(tmp_path / "linked")
