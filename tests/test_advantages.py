@@ -1,6 +1,5 @@
 """advantages.py: examples worked out on paper, slow loops, and properties of random batches."""
 
-import doctest
 import math
 import statistics
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import advantages
 from advantages import (
     ESTIMATORS,
     gae,
@@ -312,13 +310,6 @@ def test_each_environment_is_whitened_separately():
 
 
 # ---------------------------------------------------------------------------- token_rewards_of
-def test_the_reward_of_a_turn_is_on_its_last_policy_token():
-    #            prompt | action 1 | observation | action 2 | observation
-    loss_mask = [0, 0] + [1, 1, 1] + [0, 0, 0] + [1, 1] + [0, 0]
-    actual = token_rewards_of([0.25, 0.75], [(2, 5), (8, 10)], loss_mask)
-    assert actual == [0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0, 0]
-
-
 def test_trap_7_a_forced_end_of_turn_never_gets_the_reward():
     """If an action is cut at its length limit, we append its last token, with mask 0."""
     assert token_rewards_of([1.0], [(0, 3)], [1, 1, 0, 0]) == [0, 1.0, 0, 0]  # inside the span
@@ -391,7 +382,3 @@ def test_gae_refuses_values_of_a_wrong_shape_or_not_finite_on_a_policy_token():
     values[1, 4] = math.nan
     with pytest.raises(ValueError, match=r"values\[1, 4\] is nan, but values must be finite"):
         gae(REWARDS, values, LOSS_MASK)
-
-
-def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(advantages).failed == 0

@@ -1,7 +1,6 @@
 """rollout.py: exact tokens and masks, budgets, and trajectories when something fails."""
 
 import contextlib
-import doctest
 import json
 import re
 import subprocess
@@ -27,7 +26,6 @@ from fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rollout
 from chat import ChatTemplate
 from engines import EngineError
 from envclient import EnvConnectionError, EnvPool, EnvServerError, EnvTimeout
@@ -549,10 +547,6 @@ def test_an_episode_that_starts_over_does_not_block_the_steps_of_others(chat):
 
 
 # ---------------------------------------------------------------- which tasks a step plays
-
-
-def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(rollout).failed == 0
 
 
 def test_a_task_that_is_drawn_twice_gets_new_sample_numbers():

@@ -1,12 +1,9 @@
 """schedulers.py: tables worked out on paper, every boundary, and resuming (trap 11)."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import schedulers
 from schedulers import FixedRoundsScheduler, RoundsScheduler, StepRoundsScheduler, make_scheduler
 
 # The released schedules: rounds, steps per horizon, and step -> rounds worked out on paper.
@@ -126,8 +123,3 @@ def test_a_negative_number_of_steps_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match=r"set_global_steps\(-1\)"):
         scheduler.set_global_steps(-1)
     assert scheduler.global_steps == 4
-
-
-def test_the_examples_in_the_docstrings_run():
-    result = doctest.testmod(schedulers)
-    assert result.attempted > 0 and result.failed == 0

@@ -3,7 +3,6 @@
 Rollouts, in which trajectories grow turn by turn, are tested in test_rollout.py.
 """
 
-import doctest
 import json
 import struct
 
@@ -12,7 +11,6 @@ from fakes import ids_of, word_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-import trajectory
 from chat import ChatTemplate
 from trajectory import RolloutHandler, Trajectory, Turn, from_line, round_floats
 
@@ -50,10 +48,6 @@ def test_a_prompt_that_is_not_a_prefix_of_the_sequence_is_an_error(chat):
 def test_sampled_ids_need_one_log_prob_each(chat, ids, log_probs):
     with pytest.raises(ValueError, match="s1-t0-k0: . sampled ids.* log-probs"):
         handler_of().add_action(chat, ids, log_probs)
-
-
-def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(trajectory).failed == 0
 
 
 def test_a_line_of_a_file_restores_the_trajectory(chat):

@@ -103,16 +103,8 @@ def test_agenttraj_conversations_are_read_as_trajectories(tmp_path):
 
 def test_splitting_a_long_strange_answer_is_fast():
     start = time.perf_counter()
-    for piece in (
-        " ",
-        "\n",
-        "<",
-        "<search>",
-        "<answer>",
-        "<search></answer>",
-        "<think>",
-        "Action:",
-    ):
+    pieces = (" ", "\n", "<", "<search>", "<answer>", "<search></answer>", "<think>", "Action:")
+    for piece in pieces:
         text = piece * (100_000 // len(piece))
         split_action(text + "x")
     assert time.perf_counter() - start < 1
