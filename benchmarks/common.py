@@ -30,23 +30,14 @@ def make_parser(docstring: str | None, repeats: int) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, help="result file; if not given, a file in runs/benchmarks"
     )
-    parser.add_argument(
-        "--commit", action="store_true", help="write the result to benchmarks/results"
-    )
     return parser
 
 
-class Results:
-    """A result file with date, versions, commit, hardware, command and the measurements."""
-
-    def __init__(self, options: argparse.Namespace, name: str) -> None:
-        folder = ROOT / ("benchmarks/results" if options.commit else "runs/benchmarks")
-        self.path, self.about = options.out or folder / name, provenance()
-
-    def write(self, content: dict[str, Any]) -> None:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, {"date": date} | self.about | content, indent=2)
+def write_result(options: argparse.Namespace, name: str, content: dict[str, Any]) -> None:
+    """Write the measurements with date, versions, commit, hardware and command."""
+    path = options.out or ROOT / "runs" / "benchmarks" / name
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_json(path, {"date": date} | provenance() | content, indent=2)
 
 
 def median(values: Iterable[float], digits: int) -> float:

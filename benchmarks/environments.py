@@ -30,7 +30,7 @@ from fastapi import FastAPI
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import Results, make_parser, median  # noqa: E402
+from benchmarks.common import make_parser, median, write_result  # noqa: E402
 from envclient import connect, local_server  # noqa: E402
 from envs import ENVS, get_env, load_tasks  # noqa: E402
 from run.processes import child  # noqa: E402
@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--env", choices=ENVS, default="textcraft", help="environment to serve")
     parser.add_argument("--seconds", type=float, default=30.0, help="seconds per run")
     options = parser.parse_args()
-    env, results = options.env, Results(options, f"environments-{options.env}.json")
+    env = options.env
     plans, repeats = oracle_plans(env), []
     for _ in range(options.repeats):
         row = {}
@@ -173,7 +173,8 @@ def main() -> int:
         repeats.append(row | {"ratio": round(row["ours"] / row["plain"], 2)})
         print(f"{env}: {row['ours']:.0f} steps/s, {repeats[-1]['ratio']} x the plain server")
     ratio = median((row["ratio"] for row in repeats), 2)
-    results.write({"sessions": SESSIONS, "throughput": repeats, "ratio": ratio})
+    result = {"sessions": SESSIONS, "throughput": repeats, "ratio": ratio}
+    write_result(options, f"environments-{env}.json", result)
     print(f"median: {ratio:g} x the plain server")
     return 0
 

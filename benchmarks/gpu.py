@@ -13,7 +13,6 @@ early and solves nothing, so a run measures the cost of a step and not learning.
 
 Run it:  python benchmarks/gpu.py                        3B: minutes on a card of 80 GB or more
          python benchmarks/gpu.py --shape 0.5B           on a smaller card
-         python benchmarks/gpu.py -- OPTIONS             pass OPTIONS to train.py
 Without a GPU, `--shape tiny --context 1024` runs everything on a small scale.
 Read next: recipes/memory.py.
 """
@@ -37,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from batching import Batch  # noqa: E402
-from benchmarks.common import Results, make_parser, median, seconds_of, take_step  # noqa: E402
+from benchmarks.common import make_parser, median, seconds_of, take_step, write_result  # noqa: E402
 from config import Objective  # noqa: E402
 from models import PolicyModel  # noqa: E402
 from recipes.common import markdown, read_lines  # noqa: E402
@@ -264,21 +263,17 @@ def main() -> int:
     parser = make_parser(__doc__, 3)
     parser.add_argument("--shape", choices=SHAPES, default="3B", help="size of the model")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens per trajectory")
-    parser.add_argument(
-        "words", nargs="*", help="options to pass to train.py; write -- before them"
-    )
     o = parser.parse_args()
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
     if not on_gpu and o.shape != "tiny":
         raise SystemExit("torch finds no GPU; on a CPU use --shape tiny")
-    results = Results(o, f"gpu-{o.shape}.json")
     updates = measure_updates(shape, o.context, o.repeats)
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(shape, Path(folder))
         clock.release_memory()
-        words = [*(() if on_gpu else ON_CPU), *o.words]
+        words = () if on_gpu else ON_CPU
         runs = {name: play(Path(folder), [*lora, *words]) for name, lora in RUNS.items()}
-    results.write({"shape": o.shape, "words": o.words, "update": updates, "runs": runs})
+    write_result(o, f"gpu-{o.shape}.json", {"shape": o.shape, "update": updates, "runs": runs})
     print("\n".join(["", *update_table(updates), "", *run_table(runs)]))
     return 0
 

@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # first, because this folder also has a rollout.py and an update.py
 
-from benchmarks.common import Results, make_parser, median  # noqa: E402
+from benchmarks.common import make_parser, median, write_result  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from engines import SamplingSettings  # noqa: E402
 from envclient import EnvPool, local_server  # noqa: E402
@@ -230,11 +230,11 @@ def main() -> int:
         "--max-num-seqs", type=int, default=64, help="maximum number of sequences decoded at once"
     )
     options = parser.parse_args()
-    results = Results(options, "rollout.json")
     repeats = measure(options.model, options.max_num_seqs, options.repeats)
     table = summarize(repeats)
     settings = {"model": options.model, "max_num_seqs": options.max_num_seqs}
-    results.write({"settings": settings, "summary": table, "repeats": repeats})
+    result = {"settings": settings, "summary": table, "repeats": repeats}
+    write_result(options, "rollout.json", result)
     print(f"\n{'':<28}" + "".join(f"{latency:>12}" for latency in table))
     for name in table["none"]:
         print(f"{name:<28}" + "".join(f"{column[name]:>12}" for column in table.values()))

@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.common import Results, make_parser, median  # noqa: E402
+from benchmarks.common import make_parser, median, write_result  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, options  # noqa: E402
 from envclient import EnvPool, local_server  # noqa: E402
@@ -299,7 +299,6 @@ def main() -> int:
     parser.add_argument(
         "--model", choices=("smollm2-135m", "tiny"), default="smollm2-135m", help="model to train"
     )
-    parser.add_argument("--warm-start", default="auto", help="as in train.py")
     parser.add_argument("--tasks", type=int, default=8, help="tasks per step")
     parser.add_argument(
         "--train-on-all",
@@ -310,20 +309,19 @@ def main() -> int:
     version = trl_version()
     shape: dict[str, Any] = {"tasks_per_step": o.tasks, "group_size": 8}
     shape |= {"mini_batch_size": o.tasks * 8, "steps": o.repeats + 1, "eval_every": 0}
-    shape |= {"model": o.model, "warm_start": o.warm_start, "save_every": o.repeats + 1}
+    shape |= {"model": o.model, "save_every": o.repeats + 1}
     words = [w for name, v in shape.items() for w in (f"--{name.replace('_', '-')}", str(v))]
     words += ["--no-skip-zero-variance"] if o.train_on_all else []
     config = options("textcraft", **shape)
-    results = Results(o, "trl_step.json")
-    results.about["versions"]["trl"] = version
     ours = our_steps(words)
     start = start_model(config, make_accelerator(choose("auto").autocast))
     trl = trl_steps(config, start)
     table = summarize(ours, trl)
     settings = {"model": o.model, "start": start.removeprefix(f"{ROOT}/"), "tasks": o.tasks}
-    settings["train_on_all"] = o.train_on_all
+    settings |= {"train_on_all": o.train_on_all, "trl": version}
     repeats = [{"ours": a, "trl": b} for a, b in zip(ours, trl, strict=True)]
-    results.write({"settings": settings, "summary": table, "repeats": repeats})
+    result = {"settings": settings, "summary": table, "repeats": repeats}
+    write_result(o, "trl_step.json", result)
     print(f"\n{f'median of {len(repeats)}':<24}{'ours':>12}{'TRL':>12}{'TRL / ours':>12}")
     for name in table["ours"]:
         ratio = table["trl_over_ours"].get(name, "")

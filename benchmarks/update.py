@@ -28,7 +28,7 @@ import torch  # noqa: E402
 
 from advantages import grpo  # noqa: E402
 from batching import Batch, cut_micro_batches, make_batch  # noqa: E402
-from benchmarks.common import Results, make_parser, median, seconds_of, take_step  # noqa: E402
+from benchmarks.common import make_parser, median, seconds_of, take_step, write_result  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, Objective  # noqa: E402
 from envs import Task, load_tasks  # noqa: E402
@@ -170,10 +170,9 @@ def main() -> int:
     )
     parser.add_argument("--tasks", type=int, default=8, help="number of goals in the batch")
     options = parser.parse_args()
-    results = Results(options, f"update_{options.model}.json")
     record = measure(options.model, options.tasks, options.repeats)
     summary = summarize(record)
-    results.write({"summary": summary} | record)
+    write_result(options, f"update_{options.model}.json", {"summary": summary} | record)
     for name, value in (summary | record["batch"]).items():
         print(f"{name:<28}{value:>14}")
     return 0

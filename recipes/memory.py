@@ -52,18 +52,11 @@ def forward_flops(shape: Shape, tokens: int) -> float:
     return (body + attention + head) * tokens
 
 
-def step_flops(shape: Shape, tokens: int, lora_rank: int = 0) -> float:
-    """FLOPs of a step (TRAJECTORIES of `tokens` tokens), with checkpointing, without sampling."""
-    passes = 2 + 1 + (1 if lora_rank else 2) + 1  # log-probs, forward, backward, recomputation
-    return forward_flops(shape, tokens) * TRAJECTORIES * passes
-
-
 def row(shape: Shape, tokens: int, devices: int, rank: int) -> list[object]:
     """A row of the table. GB are 10⁹ bytes; a dash means that no card in CARDS is large enough."""
-    flops, min_bytes = (
-        step_flops(shape, tokens, rank),
-        card_bytes(shape, tokens, devices, rank),
-    )
+    passes = 2 + 1 + (1 if rank else 2) + 1  # log-probs, forward, backward, recomputation
+    flops = forward_flops(shape, tokens) * TRAJECTORIES * passes
+    min_bytes = card_bytes(shape, tokens, devices, rank)
     state = sum(state_bytes(shape, devices, rank).values())
     updates = (update_bytes(shape, tokens, devices, rank, keep=k) for k in ("all", "inputs"))
     sampler = (2 * shape.parameters, cache_bytes(shape, tokens))

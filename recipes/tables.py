@@ -35,7 +35,6 @@ from recipes.evidence import (  # noqa: E402
     end,
     gains_by_seed,
     mean_over_seeds,
-    only,
     over_seeds,
     pooled,
     seeds_cell,
@@ -188,7 +187,8 @@ def runs_of(name: str) -> Runs:
 
 
 def in_tier(reading: Reading, tier: str) -> Reading:
-    return only(reading, lambda task_id: tier_of(task_id) == tier)
+    """A reading restricted to the goals of one tier."""
+    return lambda result: {i: v for i, v in reading(result).items() if tier_of(i) == tier}
 
 
 def comparison(

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections import namedtuple
 from pathlib import Path
@@ -229,7 +228,8 @@ def test_pyproject_lists_the_packages_of_requirements_txt():
     assert sorted(project["tool"]["uv"]["sources"]) == sorted(stubs)
 
 
-def test_a_long_installation_prints_how_long_it_takes(capsys):
-    with setup_env.reporting_every(0.02):
-        time.sleep(0.2)
+def test_a_long_installation_prints_how_long_it_takes(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(setup_env, "REPORT_S", 0.02)
+    (checkout / ".venv").mkdir()
+    Environment(checkout / ".venv", checkout).run("sleep", "0.2")
     assert "setup: still installing after 0 s" in capsys.readouterr().out

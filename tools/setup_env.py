@@ -20,7 +20,6 @@ Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda] [--env NAM
 """
 
 import argparse
-import contextlib
 import errno
 import hashlib
 import importlib.util
@@ -31,14 +30,13 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 UV = "uv==0.13.8"  # installed only if pip does not find the CPU build of torch
+REPORT_S = 30.0  # between two lines that show that a long installation has not stopped
 DEFAULT_TORCH_GB = 8  # disk space that the default build of torch with its CUDA packages needs
 
 
@@ -144,10 +142,16 @@ class Environment:
             log.write(f"\n$ {' '.join(map(str, command))}\n")
             log.flush()
             start = log.tell()
-            with reporting_every(30):
-                process = subprocess.run(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=self.root
-                )
+            begun = time.monotonic()
+            with subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=self.root
+            ) as process:
+                while process.poll() is None:
+                    try:
+                        process.wait(REPORT_S)
+                    except subprocess.TimeoutExpired:
+                        seconds = time.monotonic() - begun
+                        print(f"setup: still installing after {seconds:.0f} s", flush=True)
             log.seek(start)
             output = log.read()
         shutil.rmtree(temporary, ignore_errors=True)
@@ -160,35 +164,14 @@ class Environment:
         self.run(*pip, *arguments)
 
 
-@contextlib.contextmanager
-def reporting_every(seconds: float) -> Iterator[None]:
-    """Print a line at this interval, so that a long installation does not look as if it hung."""
-    ended, start = threading.Event(), time.monotonic()
-
-    def report() -> None:
-        while not ended.wait(seconds):
-            print(f"setup: still installing after {time.monotonic() - start:.0f} s", flush=True)
-
-    threading.Thread(target=report, daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
-
-
 def explain_failure(output: str, code: int, log: Path) -> SetupError:
     """The error for a failed installer: one line with the reason, then the end of its output."""
     error_class = SetupError
     if "No space left on device" in output:
         reason = "the disk is full; free some space and run again to continue"
-    elif "from versions: none" in output:
-        error_class = NotOnIndex
-        reason = (
-            "pip found no such package or no package index; check the network and pip's settings"
-        )
     elif missing := re.findall(r"No matching distribution found for (\S+)", output):
         error_class = NotOnIndex
-        reason = f"the package index of this machine has no {missing[-1]} for this Python"
+        reason = f"pip finds no {missing[-1]} for this Python; check the network and pip's settings"
     else:
         reason = f"the installer failed with exit code {code}"
     tail = [line[:200] for line in output.strip().splitlines() if "notice" not in line][-4:]
