@@ -53,7 +53,7 @@ from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import Misuse, Objective, checked, value_errors_as_misuse
 from data import ROUNDING, Example, Record, Texts, encode
-from formats import check_keys, check_record, read_objects, read_records, turns_of
+from formats import RECORD_KEYS, check_keys, check_record, read_objects, read_records, turns_of
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (
@@ -535,6 +535,8 @@ def reference_sums(worker: MethodWorker, pairs: Sequence[Pair]) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- files
 
+PAIR_KEYS = ("id", "item_id", "prompt", "chosen", "rejected", "chosen_return", "rejected_return")
+
 
 def load_pairs(config: DpoConfig) -> list[Pair]:
     """The pairs from files and runs. Collective.
@@ -598,25 +600,28 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate, trust_ids: bool = Fa
         text = repr(content)[:80]
         raise ValueError(f'{text}: expected {{"id", "prompt", "chosen", "rejected"}}')
     records = {side: content[side] if isinstance(content[side], dict) else {} for side in sides}
-    for part in (content, *records.values()):
-        check_keys(part)
-    ids = [o["item_id"] for o in (content, *records.values()) if o.get("item_id") is not None]
-    if len(set(map(str, ids))) > 1:
-        raise ValueError(f"both sides need the same task, not {' and '.join(map(str, ids))}")
+    check_keys(content, PAIR_KEYS)
+    parts = (content, *records.values())
+    for key in ("item_id", "seed"):
+        values = sorted({str(part[key]) for part in parts if part.get(key) is not None})
+        if len(values) > 1:
+            raise ValueError(f"both sides need the same {key}, not {' and '.join(values)}")
+    ids = [part["item_id"] for part in parts if part.get("item_id") is not None]
     ids += [task_id for task_id in (content.get("id"), name) if task_id is not None]
     prompt = [] if content.get("prompt") is None else _turns(content["prompt"], "human")
     prompt = [turn | {"loss": False} for turn in prompt]
+    start, texts = str(prompt[-1].get("value")) if prompt else "", [content[side] for side in sides]
+    if start and all(isinstance(text, str) and text.startswith(start) for text in texts):
+        raise ValueError("both sides repeat the prompt: cut it off, or write them as messages")
     examples = []
     for side in sides:
         try:
             turns = _turns(content[side], "gpt")
             turns = [{"loss": True, **t} if t.get("from") == "gpt" else t for t in turns]
-            record = {"item_id": str(ids[0]), "conversations": _join(prompt, turns)}
             fields = records[side]
             total = content.get(f"{side}_return", fields.get("return", fields.get("reward")))
-            if total is not None:
-                record["return"] = total
-            examples.append(encode(chat, check_record(record), trust_ids))
+            record = {"item_id": str(ids[0]), "conversations": _join(prompt, turns)}
+            examples.append(encode(chat, check_record(record | {"return": total}), trust_ids))
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from None
     pair = Pair(*examples)
@@ -628,6 +633,7 @@ def parse_pair(content: Any, name: str, chat: ChatTemplate, trust_ids: bool = Fa
 def _turns(content: Any, speaker: str) -> list[dict[str, Any]]:
     """Convert text, messages, turns or a conversation to turns."""
     if isinstance(content, dict):
+        check_keys(content, RECORD_KEYS)
         content = content.get("conversations", content.get("messages", content))
     if isinstance(content, str) and content:
         content = [{"from": speaker, "value": content}]

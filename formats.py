@@ -5,7 +5,7 @@
     a run       runs/NAME: the trajectories its policy sampled in training (step_*.jsonl)
 
 A file is a JSON list or has one JSON object per line. Everything is checked here, as it is read. An
-error names the file, the line and the problem.
+error names the file, the line and the problem. A key that nothing reads is an error, too.
 
 Read next: sft.py. The formats in full: docs/data.md.
 """
@@ -30,14 +30,14 @@ EXPECTED = (
     'expected {"item_id": ..., "conversations": [{"from", "loss", "value"}, ...]}, or '
     '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
 )
+RECORD_KEYS = ("item_id", "id", "conversations", "messages", "return", "reward", "seed")
 MESSAGE_KEYS, TURN_KEYS = ("role", "content", "weight"), ("from", "value", "loss", "ids")
-IGNORED_KEYS = (  # of a message or turn: nothing in them is learned
-    *("id", "uuid", "name", "model", "date", "timestamp", "created", "created_at", "index"),
+IGNORED_KEYS = (  # of any of them: nothing in their values is meant for learning
+    *("id", "uuid", "name", "model", "date", "timestamp", "created", "created_at", "index", "idx"),
     *("type", "status", "source", "language", "finish_reason", "stop_reason", "usage", "metadata"),
-)
-UNREAD_KEYS = (  # of an object: they would change its conversation
-    *("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs"),
-    *("image", "images", "audio", "audios", "video", "videos"),
+    *("prompt_id", "category", "topic", "title", "tags", "dataset", "difficulty", "hash", "url"),
+    *("success", "score", "rating", "score_chosen", "score_rejected", "num_turns", "num_tokens"),
+    *("origin", "ref_chosen", "ref_rejected"),  # in a run's own pairs and evolving sets
 )
 
 
@@ -108,26 +108,31 @@ def to_record(content: Any, name: str) -> Record | None:
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"not a line of a run's trajectories ({str(error)[:200]})") from None
         return check_record(record) if record else None
-    check_keys(content)
-    turns = content.get("conversations")
-    if turns is None and isinstance(content.get("messages"), list):
-        turns = turns_of(content["messages"])
-    if not isinstance(turns, list):
+    turns, messages = content.get("conversations"), content.get("messages")
+    if not turns and isinstance(messages, list):
+        turns, messages = turns_of(messages), None
+    if not isinstance(turns, list) or messages:
         raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
+    check_keys(content, (*RECORD_KEYS, "weight") if content.get("weight") else RECORD_KEYS)
     ids = (content.get("item_id"), content.get("id"), name)
     record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
     total = content.get("return", content.get("reward"))  # "reward" in AgentGym's evaluations
-    optional = {"return": total, "seed": content.get("seed")}
-    return check_record(
-        record | {key: value for key, value in optional.items() if value is not None}
-    )
+    return check_record(record | {"return": total, "seed": content.get("seed")})
 
 
-def check_keys(content: dict[str, Any]) -> None:
-    """Raise ValueError if an object has a part that would be left out of its conversation."""
-    for key in UNREAD_KEYS:
-        if content.get(key):
-            raise ValueError(f"has {key}, which is not read: write it into a message, or remove it")
+def check_keys(part: dict[str, Any], keys: Sequence[str], where: str = "", flag: str = "") -> None:
+    """Raise ValueError if an object, a side, a message or a turn has a key that nothing reads, with
+    a value that is not empty. It may be meant for learning."""
+    if (value := part.get(flag)) not in (None, 0, 1):
+        raise ValueError(f"{where}has {flag} {repr(value)[:40]}, expected true or false")
+    known = (*keys, *IGNORED_KEYS)
+    unread = [k for k, value in part.items() if k not in known and value not in (None, "", [], {})]
+    if unread:
+        expected = f"(expected: {', '.join(keys)})"
+        raise ValueError(
+            f"{where}has {', '.join(unread)}, which is not read {expected}: "
+            "write it into a message, or remove it"
+        )
 
 
 def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -137,8 +142,7 @@ def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
         role = str(message.get("role")) if isinstance(message, dict) else "none"
         if role not in NAMES:
             raise ValueError(f"message {i} has role {role[:60]}, not one of {', '.join(NAMES)}")
-        if problem := _problem_of_keys(message, MESSAGE_KEYS):
-            raise ValueError(f"message {i} {problem}")
+        check_keys(message, MESSAGE_KEYS, f"message {i} ", flag="weight")
         has_loss = role == "assistant" and message.get("weight") != 0
         turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
     return turns
@@ -162,19 +166,24 @@ def record_of(trajectory: Trajectory) -> Record | None:
 
 
 def check_record(record: Record) -> Record:
-    """Return the record if it is valid and has something to learn from.
+    """Return the record, without fields that are None, if it is valid and can be learned from.
 
     Raises:
         ValueError: names the invalid turn and the problem.
     """
+    record = {key: value for key, value in record.items() if value is not None}
     turns, name = record["conversations"], f"conversation {record['item_id']}"
-    total = record.get("return", 0.0)
-    is_number = isinstance(total, int | float) and not isinstance(total, bool)
-    if not is_number or not abs(total) <= sys.float_info.max:
+    total, seed = record.get("return", 0.0), record.get("seed", 0)
+    if type(total) not in (int, float) or not abs(total) <= sys.float_info.max:
         raise ValueError(f'{name}: "return" is {repr(total)[:60]}, expected a finite number')
+    if type(seed) is not int:
+        raise ValueError(f'{name}: "seed" is {repr(seed)[:60]}, expected an integer')
+    if not is_encodable(json.dumps(record, ensure_ascii=False)):
+        raise ValueError(f"{name} contains half of a surrogate pair, which cannot be encoded")
     for i, turn in enumerate(turns):
         if problem := _problem_of_turn(turn):
             raise ValueError(f"{name}: turn {i} {problem}")
+        check_keys(turn, TURN_KEYS, f"{name}: turn {i} ", flag="loss")
     actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
     if not actions:
         hint = 'set "loss": true on the gpt turns to imitate'
@@ -189,18 +198,6 @@ def check_record(record: Record) -> Record:
     return record
 
 
-def _problem_of_keys(message: dict[str, Any], keys: Sequence[str]) -> str | None:
-    """The first part of a message that nothing reads although it may matter for learning."""
-    for key, value in message.items():
-        has_nothing = value in (None, "", [], {}) or type(value) in (int, float)
-        if key in ("loss", "weight"):
-            if value not in (None, 0, 1) or (value is not None and key not in keys):
-                return f"has {key} {repr(value)[:40]}: use {keys[2]}, which is true or false"
-        elif not (has_nothing or key in keys or key in IGNORED_KEYS):
-            return f"has {key}, which is not read: write it as text, or remove it"
-    return None
-
-
 def _problem_of_turn(turn: Any) -> str | None:
     if not isinstance(turn, dict) or ("role" in turn and "from" not in turn):
         return 'must have "from" and "value"; for "role" and "content" use the key "messages"'
@@ -208,11 +205,7 @@ def _problem_of_turn(turn: Any) -> str | None:
         return "has a list as its value: join its texts into one"
     if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
         return "must be from human, gpt or system, and its value must be text"
-    if problem := _problem_of_keys(turn, TURN_KEYS):
-        return problem
     ids = turn.get("ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return "has ids that are not token ids: leave them out"
-    if not is_encodable(turn["value"]):
-        return "contains half of a surrogate pair, which cannot be encoded"
     return None

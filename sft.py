@@ -216,11 +216,12 @@ def require_same_data(digest: dict[str, Any], config: SftConfig) -> None:
     path = Path(config.run_dir or "") / DATA
 
     def is_same() -> bool:
-        text = json.dumps(digest, indent=1) + "\n"
-        return not path.exists() or path.read_text(encoding="utf-8", errors="replace") == text
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        is_new = not any(path.parent.glob("checkpoints/step_*"))  # nothing has been learned yet
+        return is_new or text == json.dumps(digest, indent=1) + "\n"
 
     if config.resume and not distributed.run_on_rank_0("comparing the data", is_same):
-        raise Misuse(f"--data or {path} has changed since the run began; start a new run")
+        raise Misuse(f"--data or {path} has changed: restore it, or start a new run")
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -43,12 +43,12 @@ from config import (
 )
 from data import ROUNDING, Example, Record, encode
 from envs import names_of
-from formats import read_records, record_of
+from formats import MAX_BYTES, read_records, record_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw_requests
 from run.clock import Clock
-from run.files import write_json, write_text
+from run.files import read_text, write_json, write_text
 from run.progress import phase
 from run.session import Session, TrainingError, is_due
 from run.worker import Worker
@@ -260,11 +260,9 @@ def read_examples(config: Any, min_return: float | None = None) -> list[Example]
             distributed.say(f"{len(records)} demonstrations by the oracle")
             return encode_all(chat, records)
         records = list(read_records([Path(path) for path in config.data]))
-        good = records
-        if min_return is not None:
-            if not all("return" in record for record in records):
-                raise ValueError("--min-return needs a return in each conversation of --data")
-            good = [r for r in records if r["return"] > min_return - ROUNDING]
+        if min_return is not None and not all("return" in record for record in records):
+            raise ValueError("--min-return needs a return in each conversation of --data")
+        good = [r for r in records if min_return is None or r["return"] > min_return - ROUNDING]
         if not good:
             problem = f" with a return of at least {min_return:g}" if records else ""
             raise ValueError(f"--data {' '.join(config.data)} holds no conversation{problem}")
@@ -384,13 +382,17 @@ class IterationFiles:
         def work() -> tuple[list[Record], dict[str, Any]] | None:
             if not summary.exists():
                 return None
-            files = (self._path(iteration, "jsonl"), summary)
-            text, about = (path.read_text(encoding="utf-8", errors="replace") for path in files)
-            if hashlib.sha256(text.encode()).hexdigest() not in about:
-                problem = f"{files[0]} or {summary.name} has changed since the run wrote it"
+            lines = self._path(iteration, "jsonl")
+            try:
+                text, about = read_text(lines, MAX_BYTES), json.loads(read_text(summary))
+                is_same = about.pop("sha256") == _digest(text, about)
+            except (ValueError, KeyError, TypeError, AttributeError):  # it is not what we wrote
+                is_same = False
+            if not is_same:
+                problem = f"{lines} or {summary.name} has changed since the run wrote it"
                 raise TrainingError(f"{problem}: restore both, or start a new run")
             # NOTE: splitlines would also split at U+2028, which JSON leaves unescaped.
-            return [json.loads(line) for line in text.split("\n") if line], json.loads(about)
+            return [json.loads(line) for line in text.split("\n") if line], about
 
         content = distributed.run_on_rank_0("reading an iteration's data", work)
         if content is None and must_exist:
@@ -402,7 +404,7 @@ class IterationFiles:
         if self.writes:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(self._path(iteration, "jsonl"), text)
-            sha256 = hashlib.sha256(text.encode()).hexdigest()
+            sha256 = _digest(text, summary)
             write_json(self._path(iteration, "json"), summary | {"sha256": sha256})
         distributed.barrier()
 
@@ -414,3 +416,7 @@ class IterationFiles:
 
     def _path(self, iteration: int, kind: str) -> Path:
         return self.folder / f"iteration_{iteration:03d}.{kind}"
+
+
+def _digest(text: str, summary: dict[str, Any]) -> str:
+    return hashlib.sha256((text + json.dumps(summary)).encode()).hexdigest()

@@ -574,7 +574,11 @@ RECORDS = [episode("a", "open").record, episode("b", "go").record]
 LIT = episode("a", "go", observation="bright").record
 WRONG = [
     ({"prompt": 1, "text": 2}, "{'prompt': 1, 'text': 2}: expected {"),
-    (dict(zip(("chosen", "rejected"), RECORDS)), "need the same task, not a and b"),
+    (dict(zip(("chosen", "rejected"), RECORDS)), "need the same item_id, not a and b"),
+    (GOOD | {s: {"seed": s, "messages": "go"} for s in ("chosen", "rejected")}, "same seed"),
+    (GOOD | {"chosen": "dark open", "rejected": "dark go"}, "both sides repeat the prompt"),
+    (GOOD | {"chosen": {"conversations": gpt("open"), "score_weight": 1}}, "has score_weight"),
+    (GOOD | {"messages": [{"role": "user", "content": "bright"}]}, "has messages, which"),
     ({"chosen": RECORDS[0], "rejected": LIT}, "must be equal before the first action"),
     (GOOD | {"prompt": [HUMAN, "b"]}, "expected text, or a list of"),
     (GOOD | {"chosen": gpt("open") + gpt("go")}, "chosen: conversation a: turn 2 is from gpt"),

@@ -143,10 +143,13 @@ def test_iteration_files_are_written_read_and_dropped(tmp_path):
     assert {path.name[10:] for path in tmp_path.iterdir()} == {
         *("001.json", "001.jsonl", "002.json", "002.jsonl", "003.json.bak")
     }
-    for kind, text in (("jsonl", ""), ("jsonl", '{"a": 2}\n'), ("json", "")):
-        path = tmp_path / f"iteration_002.{kind}"
+    lines, summary = (tmp_path / f"iteration_002.{kind}" for kind in ("jsonl", "json"))
+    for path, text in (
+        *((lines, ""), (lines, '{"a": 2}\n'), (lines, None)),
+        *((summary, ""), (summary, "[]"), (summary, summary.read_text().replace('"n": 2,', ""))),
+    ):
         before = path.read_text()
-        path.write_text(text)
+        path.unlink() if text is None else path.write_text(text)
         with pytest.raises(TrainingError, match="has changed since the run wrote it"):
             files.read(2, must_exist=True)
         path.write_text(before)

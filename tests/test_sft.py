@@ -99,7 +99,8 @@ def test_a_resumed_run_notices_other_data(tmp_path, url, capsys):
     write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(5)])
     assert run("sft", resume) == 2
     assert "--data or " in capsys.readouterr().err
-    (tmp_path / "run/data.json").write_text("")
+    write_lines(tmp_path / "data.jsonl", [conversation(n) for n in range(4)])
+    (tmp_path / "run/data.json").unlink()
     assert run("sft", resume) == 2
 
 
