@@ -113,7 +113,8 @@ def to_record(content: Any, name: str) -> Record | None:
         turns, messages = turns_of(messages), None
     if not isinstance(turns, list) or messages:
         raise ValueError(f"{repr(list(content))[:80]}: {EXPECTED}")
-    check_keys(content, (*RECORD_KEYS, "weight") if content.get("weight") else RECORD_KEYS)
+    has_weight = isinstance(content.get("weight"), int | float) and content["weight"] > 0
+    check_keys(content, (*RECORD_KEYS, "weight") if has_weight else RECORD_KEYS)
     ids = (content.get("item_id"), content.get("id"), name)
     record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
     total = content.get("return", content.get("reward"))  # "reward" in AgentGym's evaluations
@@ -130,7 +131,7 @@ def check_keys(part: dict[str, Any], keys: Sequence[str], where: str = "", flag:
     if unread:
         expected = f"(expected: {', '.join(keys)})"
         raise ValueError(
-            f"{where}has {', '.join(unread)}, which is not read {expected}: "
+            f"{where}has {', '.join(unread)[:200]}, which is not read {expected}: "
             "write it into a message, or remove it"
         )
 

@@ -386,7 +386,7 @@ class IterationFiles:
             try:
                 text, about = read_text(lines, MAX_BYTES), json.loads(read_text(summary))
                 is_same = about.pop("sha256") == _digest(text, about)
-            except (ValueError, KeyError, TypeError, AttributeError):  # it is not what we wrote
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 is_same = False
             if not is_same:
                 problem = f"{lines} or {summary.name} has changed since the run wrote it"

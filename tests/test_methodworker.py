@@ -204,7 +204,7 @@ def test_the_oracle_uses_the_style_of_the_warm_start(config, has_thoughts, monke
 
 
 def test_conversations_are_selected_by_return_and_their_weights_are_ignored(tmp_path):
-    records = [conversation(n, weight="high") | {"return": n / 4} for n in range(5)]
+    records = [conversation(n, weight=n + 1) | {"return": n / 4} for n in range(5)]
     data = write_lines(tmp_path / "data.jsonl", records)
     config = SftConfig(model="tiny", data=data)
     examples = methodworker.read_examples(config, 0.5)
