@@ -242,7 +242,9 @@ def _load(kind: Any, path: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(path, trust_remote_code=False, **options)
     except (ImportError, OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(_describe_failure(path, error)) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        choices = "smollm2-135m, tiny, a checkpoint folder or a hub id"
+        raise ValueError(f"--model {path} cannot be loaded; give {choices} ({reason})") from error
 
 
 def load_policy(path: str, share_prefix: bool = True) -> PolicyModel:
@@ -359,14 +361,6 @@ def _fix_generation_config(lm: Any) -> None:
         generation.validate(strict=True)
     except ValueError:
         generation.do_sample = True
-
-
-def _describe_failure(path: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"--model {path} cannot be loaded; give smollm2-135m, tiny, a checkpoint folder or a hub "
-        f"id ({reason})"
-    )
 
 
 def num_parameters(module: nn.Module) -> int:

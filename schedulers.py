@@ -47,7 +47,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
 
 
 class RoundsScheduler(ABC):
@@ -117,12 +116,6 @@ class StepRoundsScheduler(RoundsScheduler):
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
     [10, 10, 20, 20, 30, 30]
 
-    Resuming needs only the number of finished steps:
-
-    >>> scheduler.set_global_steps(100)
-    >>> scheduler.get_rounds()
-    20
-
     Raises ValueError if `rounds` is empty, decreases or has an entry below 1, or if
     `steps_scaling_inter` is below 1.
     """
@@ -144,41 +137,26 @@ class StepRoundsScheduler(RoundsScheduler):
 
 
 def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -> RoundsScheduler:
-    """The scheduler for `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`.
-
-    >>> make_scheduler("fixed", [30], 100).get_rounds()
-    30
-    >>> make_scheduler("scaling_inter_stepwise", [10, 20, 30], 100).get_rounds()
-    10
-    """
+    """The scheduler for `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`."""
     if kind == "scaling_inter_stepwise":
         return StepRoundsScheduler(steps_scaling_inter, rounds)
-    if len(rounds) > 1:
-        raise ValueError(
-            f"--rounds {_join(rounds)} with --rounds-scheduler fixed: give one number, "
-            "or choose scaling_inter_stepwise"
-        )
-    return FixedRoundsScheduler(_check_rounds(rounds)[0])
+    if len(_check_rounds(rounds)) > 1:
+        flags = f"--rounds {' '.join(map(str, rounds))} with --rounds-scheduler fixed"
+        raise ValueError(f"{flags}: give one number, or choose scaling_inter_stepwise")
+    return FixedRoundsScheduler(rounds[0])
 
 
 def _check_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
-    if len(rounds) == 0:
+    if not rounds:
         raise ValueError("--rounds is empty; give at least one number of turns")
-    if not all(r >= 1 for r in rounds):
-        raise ValueError(
-            f"--rounds {_join(rounds)} must be integers >= 1: an episode needs at least one turn"
-        )
-    if any(later < earlier for earlier, later in pairwise(rounds)):
-        raise ValueError(
-            f"--rounds {_join(rounds)} must not decrease; ScalingInter-RL only widens the horizon"
-        )
+    flags = f"--rounds {' '.join(map(str, rounds))}"
+    if min(rounds) < 1:
+        raise ValueError(f"{flags} must be integers >= 1: an episode needs at least one turn")
+    if list(rounds) != sorted(rounds):
+        raise ValueError(f"{flags} must not decrease; ScalingInter-RL only widens the horizon")
     return tuple(rounds)
 
 
 def _check_step(step: int) -> None:
     if step < 1:
         raise ValueError(f"rounds_at({step!r}): training steps are integers counted from 1")
-
-
-def _join(values: Sequence[object]) -> str:
-    return " ".join(str(value) for value in values)

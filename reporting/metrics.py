@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 from envs import ENVS, env_name
 from reporting.logs import read_log, truncate_log
@@ -291,12 +291,6 @@ class MetricsLogger:
         print(progress.table_row(step, values, last_step, left_s, self._columns), flush=True)
         progress.restart_interval()
         self._show(step, values)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._trackers:

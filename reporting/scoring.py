@@ -39,7 +39,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,22 +124,12 @@ def paired_bootstrap(before: Mapping[str, float], after: Mapping[str, float]) ->
 
 def _resampled_means(x: np.ndarray) -> np.ndarray:
     """(R,). The draws depend only on m, so all tables resample the same tasks."""
-    if len(x) <= 300:
-        return _resamples(len(x)) @ x
-    generator = np.random.default_rng(0)  # in slices, to save memory
-    slices = (_draw(generator, len(x), 500) for _ in range(0, NUM_RESAMPLES, 500))
-    return np.concatenate([weights @ x for weights in slices])
-
-
-@lru_cache(maxsize=8)
-def _resamples(num_items: int) -> np.ndarray:
-    return _draw(np.random.default_rng(0), num_items, NUM_RESAMPLES)
-
-
-def _draw(generator: np.random.Generator, num_items: int, rows: int) -> np.ndarray:
-    """Weight of each item in each resample, (rows, num_items): its number of draws over
-    num_items."""
-    return generator.multinomial(num_items, np.full(num_items, 1 / num_items), rows) / num_items
+    m, generator = len(x), np.random.default_rng(0)
+    means = []
+    for _ in range(0, NUM_RESAMPLES, 500):  # in slices, to save memory
+        weights = generator.multinomial(m, np.full(m, 1 / m), 500) / m  # (500, m)
+        means.append(weights @ x)
+    return np.concatenate(means)
 
 
 # ------------------------------------------------------------------------ trajectories to a summary

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from run.errors import one_line
 from run.files import write_json
 
 PROJECT = "agentgym-rl"
@@ -88,7 +89,7 @@ class Trackers:
                 self.trackers[name] = start(name, run_dir, run_id, options, resume_step)
             except Exception as error:  # these packages can raise anything
                 self.close()
-                raise TrackerError(f"--log-to {name} cannot start: {_line(error)}") from error
+                raise TrackerError(f"--log-to {name} cannot start: {one_line(error)}") from error
 
     def send(self, step: int, values: Values) -> None:
         """Send the numbers in a step's row. A later call can add values to the same step."""
@@ -97,7 +98,7 @@ class Trackers:
             try:
                 send(step, numbers)
             except Exception as error:
-                print(f"--log-to {name} failed and is now off: {_line(error)}", flush=True)
+                print(f"--log-to {name} failed and is now off: {one_line(error)}", flush=True)
                 del self.trackers[name]
 
     def close(self) -> None:
@@ -106,8 +107,4 @@ class Trackers:
             try:
                 close()
             except Exception as error:
-                print(f"--log-to {name} could not be closed: {_line(error)}", flush=True)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                print(f"--log-to {name} could not be closed: {one_line(error)}", flush=True)

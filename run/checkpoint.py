@@ -233,21 +233,19 @@ def read_state(run_dir: Path, step: int, expected: Mapping[str, Any]) -> dict[st
     path = folder_of(run_dir, step) / STATE
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"format", *expected} - state.keys()
+        saved_format = state.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise _unreadable(path, error) from error
-    if missing:
-        raise _unreadable(path, f"it lacks {' and '.join(sorted(missing))}")
-    if state["format"] != FORMAT:
+    if saved_format != FORMAT:
         raise CheckpointError(
-            f"{path.parent} has format {state['format']}, but this program reads {FORMAT}: "
+            f"{path.parent} has format {saved_format}, but this program reads {FORMAT}: "
             "resume with the version that wrote it, or start a new run"
         )
     for name, value in expected.items():
-        if state[name] != value:
-            flag = "--" + name.replace("_", "-")
+        if (saved := state.get(name)) != value:
+            option = f"--{name.replace('_', '-')} {saved}"
             raise CheckpointError(
-                f"{path.parent} was trained with {flag} {state[name]}, not {value}; start a new run"
+                f"{path.parent} was trained with {option}, not {value}; start a new run"
             )
     return state
 

@@ -60,6 +60,11 @@ def value_errors_as_misuse() -> Iterator[None]:
         raise Misuse(str(error)) from error
 
 
+def one_line(error: BaseException) -> str:
+    """The class and the text of an error."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def print_error(prog: str, problem: object) -> None:
     """Print the problem on stderr as one line, even if its text has several."""
     print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_module
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from run.errors import RankError, SyncError, TooManyEnvFailures, TrainingError
+from run.errors import RankError, SyncError, TooManyEnvFailures, TrainingError, one_line
 from scale.memory import keep_for_backward
 
 T = TypeVar("T")
@@ -233,7 +233,7 @@ def run_on_every_rank(activity: str, work: Callable[[], T]) -> list[T]:
     try:
         result = work()
     except (Exception, KeyboardInterrupt) as error:
-        failure, line = error, _line(error)
+        failure, line = error, one_line(error)
     reports = gather((line, isinstance(failure, KeyboardInterrupt), result))
     if any(is_interrupted for _, is_interrupted, _ in reports):
         raise KeyboardInterrupt from failure
@@ -256,7 +256,7 @@ def run_on_rank_0(activity: str, work: Callable[[], T]) -> T:
         try:
             report[1] = work()
         except Exception as error:
-            failure, report[0] = error, _line(error)
+            failure, report[0] = error, one_line(error)
     dist.broadcast_object_list(report, src=0)
     line, result = report
     if not line:
@@ -273,16 +273,8 @@ def is_known_to_all(error: BaseException | None) -> bool:
     return is_shared or (error is not None and is_known_to_all(error.__cause__))
 
 
-def is_lost_contact(error: BaseException) -> bool:
+def is_lost_contact(error: RuntimeError) -> bool:
     """True if a collective raised this error because another rank is gone."""
     names = ("gloo", "nccl", "connection reset by peer", "connection closed by peer", "store")
-    return isinstance(error, dist.DistError) or (
-        world_size() > 1
-        and isinstance(error, RuntimeError)
-        and any(name in str(error).lower() for name in names)
-    )
-
-
-def _line(error: BaseException) -> str:
-    """An error as one line that begins with its class."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    is_named = any(name in str(error).lower() for name in names)
+    return isinstance(error, dist.DistError) or (world_size() > 1 and is_named)
