@@ -462,7 +462,7 @@ def with_preset(
     settings = []
     for name in names_of(env):
         laptop, paper = settings_of(name).laptop, settings_of(name).paper
-        presets: dict[str, Any] = {"laptop": laptop, "paper": PAPER | dict(paper), "none": {}}
+        presets: dict[str, Any] = {"laptop": laptop, "paper": {**PAPER, **paper}, "none": {}}
         presets["one-gpu"] = presets["paper"] | ONE_GPU
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
@@ -782,12 +782,8 @@ def read_command_line(
 def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.deterministic and config.engine == "vllm":
         yield "engine", "--deterministic samples with transformers"
-    if (
-        config.deterministic
-        or config.engine != "vllm"
-        or config.engine_url
-        or config.engine_devices
-    ):
+    has_servers = config.engine_url or config.engine_devices
+    if config.deterministic or config.engine != "vllm" or has_servers:
         yield "enforce_eager", "it applies only to vLLM in this process"
     if config.tasks:
         yield "split", f"--tasks {config.tasks} names the tasks"
@@ -852,12 +848,11 @@ def validated(options: Mapping[str, Any], where: str, kind: type[Options]) -> Op
     """The options as a `kind`. Raises Misuse, with a message that begins with `where`, for a value
     of the wrong type."""
     try:
-        return pydantic.TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
+        text = json.dumps(options, default=repr)  # a value that JSON cannot hold becomes a string
+        return pydantic.TypeAdapter(kind).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise Misuse(f"{where}: {first['loc'][0]} {first['input']!r}: {first['msg']}") from None
-    except TypeError as error:  # a value that JSON cannot hold
-        raise Misuse(f"{where}: {error}") from None
 
 
 def saved_config(run_dir: str | None, kind: type[Options]) -> Options:

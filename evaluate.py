@@ -68,7 +68,7 @@ from rollout import (
     all_samples,
     collect,
 )
-from run.errors import Misuse, print_error, value_errors_as_misuse
+from run.errors import Misuse, one_line, print_error, value_errors_as_misuse
 from run.files import build_folder, make_folder, write_json, write_text
 from run.progress import phase, playing
 from run.rundir import TOKENIZER
@@ -414,7 +414,7 @@ def measure(
             problem = f"stopped; {len(trajectories)} of {len(requests)} episodes had ended"
         except Exception as error:  # save the hours of play before any failure
             is_expected = isinstance(error, EngineError | EnvError | TooManyEnvFailures)
-            exit_code, problem = 1, f"{'' if is_expected else f'{type(error).__name__}: '}{error}"
+            exit_code, problem = 1, str(error) if is_expected else one_line(error)
         os.fsync(log.fileno())
     # Sort, so that the same episodes give the same file.
     trajectories.sort(key=lambda trajectory: trajectory.trajectory_id)

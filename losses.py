@@ -50,7 +50,6 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     clip_frac: Tensor  # share of tokens whose gradient the clip removed
-    ratio_mean: Tensor  # mean of ρ; 1 before the first optimizer step
     approx_kl: Tensor  # k3 estimate of KL(π_old ‖ π), nats per token
     dual_clip_frac: Tensor  # share of tokens whose gradient the dual clip removed
     log_ratio_clamp_frac: Tensor  # share of tokens whose log ρ was clamped to ±MAX_LOG_RATIO
@@ -156,12 +155,11 @@ def policy_loss(
         objective = objective * is_weights.detach()
     with torch.no_grad():
         clip_frac = masked_mean((clipped < unclipped).to(ratio.dtype), mask, denominator)
-        ratio_mean = masked_mean(ratio, mask, denominator)
         approx_kl = masked_mean(ratio - 1 - log_ratio, mask, denominator)
         dual_clip_frac = masked_mean(is_dual_clipped, mask, denominator)
         clamp_frac = masked_mean(log_ratio.abs() >= MAX_LOG_RATIO, mask, denominator)
     loss = -masked_mean(objective, mask, denominator)
-    return PolicyLoss(loss, clip_frac, ratio_mean, approx_kl, dual_clip_frac, clamp_frac)
+    return PolicyLoss(loss, clip_frac, approx_kl, dual_clip_frac, clamp_frac)
 
 
 def value_loss(

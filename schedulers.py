@@ -94,11 +94,7 @@ class RoundsScheduler(ABC):
 
 
 class FixedRoundsScheduler(RoundsScheduler):
-    """The same maximum number of turns at every step.
-
-    >>> FixedRoundsScheduler(30).rounds_at(1), FixedRoundsScheduler(30).rounds_at(10_000)
-    (30, 30)
-    """
+    """The same maximum number of turns at every step."""
 
     def __init__(self, rounds: int) -> None:
         super().__init__()

@@ -252,11 +252,10 @@ class RLWorker(Worker):
             env_name(c.env): make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
             for c in config_per_env(config)
         }
-        self.kl_controller = FixedKLController(config.kl_coef)
-        if config.kl_target is not None:
-            self.kl_controller = AdaptiveKLController(
-                config.kl_coef, config.kl_target, horizon=10_000
-            )
+        coef, target = config.kl_coef, config.kl_target
+        self.kl_controller = FixedKLController(coef)
+        if target is not None:
+            self.kl_controller = AdaptiveKLController(coef, target, horizon=10_000)
 
     def load_models(self) -> None:
         """Load the policy and, if the options need them, PPO's critic and the frozen reference."""

@@ -246,9 +246,7 @@ def update_policy(
 def imitate(
     learner: Learner, batch: Batch, objective: Objective, seed: int = 0, label: str = "update"
 ) -> dict[str, float]:
-    """Take all optimizer steps of weighted imitation on a batch.
-
-        L = - 1/N Σ_b w_b Σ_t loss_mask · log π_θ(token_t | tokens_<t)
+    """Take all optimizer steps of weighted imitation (`losses.imitation_loss`) on a batch.
 
     Args:
         batch: `weights` holds w; None means w = 1, which is supervised fine-tuning.

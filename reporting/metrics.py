@@ -23,7 +23,6 @@ Read next: run/session.py, which logs these numbers; reporting/plots.py, which d
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -307,8 +306,7 @@ class MetricsLogger:
         if self.writes:
             with open(self.run_dir / name, "a", encoding="utf-8") as file:
                 file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            flush(self.run_dir / name)
 
 
 def _line(file: str, step: int, values: dict[str, Any]) -> str:

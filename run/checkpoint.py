@@ -153,13 +153,13 @@ def _checksums_of(folder: Path) -> list[str]:
     """A line of SHA256SUMS for each file. Collective: each rank reads a share of the files."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
 
-    def line_of(path: Path) -> str:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return f"{digest}  {path.relative_to(folder)}"
-
     def work() -> list[str]:
-        return [line_of(path) for path in paths[distributed.rank() :: distributed.world_size()]]
+        lines = []
+        for path in paths[distributed.rank() :: distributed.world_size()]:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.append(f"{digest}  {path.relative_to(folder)}")
+        return lines
 
     parts = distributed.run_on_every_rank("computing checksums", work)
     return [line for part in parts for line in part]

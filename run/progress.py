@@ -291,9 +291,8 @@ class _Output:
             return action(*arguments)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            other = sys.stdout if self is sys.stderr else sys.stderr
-            line = f"note: {self._name} is closed; the program continues, and Ctrl-C stops it"
-            print(line, file=other, flush=True)
+            note = f"note: {self._name} is closed; the program continues, and Ctrl-C stops it"
+            print(note, file=sys.stdout if self is sys.stderr else sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

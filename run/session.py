@@ -35,13 +35,7 @@ from reporting.sentinels import Sentinels
 from reporting.trackers import TrackerError, Trackers
 from run import checkpoint, progress, rundir
 from run.clock import Clock
-from run.errors import (
-    CheckpointError,
-    Misuse,
-    RunFailed,
-    TrainingError,
-    print_error,
-)
+from run.errors import CheckpointError, Misuse, RunFailed, TrainingError, print_error
 from run.files import weights_digest
 from run.worker import Worker
 from scale import distributed
@@ -250,8 +244,7 @@ class Session(Generic[WorkerType]):
             samples = f"{summary['samples']} sample{'s' * (summary['samples'] > 1)}"
             distributed.say(
                 f"step {step}: held-out success{in_env} {avg['value']:.1%} "
-                f"[{avg['low']:.1%}, {avg['high']:.1%}], "
-                f"{row['items']} tasks x {samples}"
+                f"[{avg['low']:.1%}, {avg['high']:.1%}], {row['items']} tasks x {samples}"
             )
         metrics = {
             **by_env("eval/avg", {env: row["avg"]["value"] for env, row in rows.items()}, fmean),

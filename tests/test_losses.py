@@ -65,19 +65,6 @@ def test_the_ppo_clip_is_one_sided_for_either_sign(ratio, advantage, loss, gradi
     assert actual.clip_frac.item() == (1.0 if gradient == 0 and advantage else 0.0), reason
 
 
-def test_policy_metrics_by_hand():
-    """Ratios 1, 1.5, 0.5 with A = 1: one is clipped. The fourth token is not a policy token."""
-    actual = policy_loss(
-        log(1.0, 1.5, 0.5, 9.0), log(1.0, 1, 1, 1), ones_row(4), torch.tensor([[1, 1, 1, 0]])
-    )
-    assert actual.loss.item() == pytest.approx(-(1 + 1.2 + 0.5) / 3)
-    assert actual.clip_frac.item() == pytest.approx(1 / 3)
-    assert actual.ratio_mean.item() == pytest.approx(1.0)
-    k3 = [0.0, 0.5 - math.log(1.5), -0.5 - math.log(0.5)]
-    assert actual.approx_kl.item() == pytest.approx(sum(k3) / 3)
-    assert not any(x.requires_grad for x in actual)
-
-
 # ----------------------------------------------------------------- slow loops from the papers
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.1, 0.2, 0.5]), st.booleans())
@@ -138,7 +125,7 @@ def split_losses(batch, slices, denominator, dtype):
     new, old, advantages, loss_mask = batch
     log_probs = new.clone().requires_grad_()
     values = advantages.clone().requires_grad_()
-    sums = torch.zeros(10, dtype=dtype)
+    sums = torch.zeros(9, dtype=dtype)
     for s in slices:
         policy = policy_loss(
             log_probs[s], old[s], advantages[s], loss_mask[s], denominator=denominator

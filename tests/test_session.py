@@ -51,10 +51,8 @@ STOP_AFTER = RULES["non_finite"].stop_after
 
 
 def test_only_a_strictly_better_score_becomes_the_best(open_session):
-    run_session = open_session()
-    scores = {0: 0.0, 5: 0.0, 10: 0.4, 15: 0.4, 20: 0.3}
-    best_steps = []
-    for step, score in scores.items():
+    run_session, best_steps = open_session(), []
+    for step, score in {0: 0.0, 5: 0.0, 10: 0.4, 15: 0.4, 20: 0.3}.items():
         run_session.note_evaluation(step, score)
         best_steps.append(run_session.best_step)
     assert best_steps == [0, 0, 10, 10, 10] and run_session.evaluated_step == 20
@@ -301,8 +299,7 @@ def test_with_lora_the_base_is_the_reference_and_a_resumed_run_equals_an_uninter
     tmp_path, url, capsys
 ):
     """A resumed run also notices that the base model of its adapters has changed."""
-    model = tmp_path / "model"
-    shutil.copytree(resolve_model("tiny"), model)
+    model = shutil.copytree(resolve_model("tiny"), tmp_path / "model")
     settings = options(
         tmp_path,
         url,

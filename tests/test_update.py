@@ -153,18 +153,10 @@ def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
     assert sorted(visited) == sorted(batch.input_ids[:, 0].tolist() * epochs)
 
 
-def test_each_epoch_visits_rows_in_a_new_order_that_depends_on_the_seed(batch, advantages):
-    def order_of(seed):
-        policy, visited = make_policy(), []
-        policy.register_forward_hook(lambda module, args, out: visited.append(args[0][0].tolist()))
-        objective = replace(WIDE, ppo_epochs=2, mini_batch_size=1)
-        old = log_probs_of(make_policy(), batch)
-        policy_step(policy, sgd(policy, 0.0), batch, advantages, objective, old, None, seed)
-        return visited
-
-    first = order_of(1)
-    assert first == order_of(1)
-    assert first != order_of(2)
+def test_each_epoch_visits_rows_in_a_new_order_that_depends_on_the_seed(batch):
+    objective = replace(WIDE, ppo_epochs=2, mini_batch_size=1)
+    first, again, other = (list(update._mini_batches(batch, objective, seed)) for seed in (1, 1, 2))
+    assert first == again != other
     assert first[:6] != first[6:]
 
 
@@ -372,11 +364,11 @@ def test_old_log_probs_are_not_needed_if_there_is_one_optimizer_step(batch, adva
 
 
 @pytest.mark.parametrize("advantage", [-3.0, 3.0])
-@pytest.mark.parametrize(("log_ratio", "clamped"), [(19.0, 0), (100.0, 1)])
+@pytest.mark.parametrize("log_ratio", [20.0, 100.0])
 def test_one_token_with_a_huge_ratio_does_not_keep_the_others_from_learning(
-    batch, advantages, log_ratio, clamped, advantage
+    batch, advantages, log_ratio, advantage
 ):
-    """Its gradient would be exp(19) times that of the others, or not finite."""
+    """Its gradient would be exp(20) times that of the others, or not finite."""
     row, column = 0, LENGTHS[0] - 1
     policy = make_policy()
     before = log_probs_of(policy, batch)
@@ -391,7 +383,8 @@ def test_one_token_with_a_huge_ratio_does_not_keep_the_others_from_learning(
     torch.testing.assert_close(flat(policy) - flat(make_policy()), expected, atol=1e-6, rtol=1e-4)
     assert ((log_probs_of(policy, batch) - before) * without).sum() > 0
     num_tokens = sum(POLICY_TOKENS)
-    assert metrics["policy/log_ratio_clamp_frac"] == pytest.approx(clamped / num_tokens)
+    if log_ratio > 20:  # at 20, it depends on rounding
+        assert metrics["policy/log_ratio_clamp_frac"] == pytest.approx(1 / num_tokens)
     assert metrics["policy/dual_clip_frac"] == pytest.approx((advantage < 0) / num_tokens)
     assert metrics["policy/skipped_steps"] == 0
 
@@ -422,23 +415,14 @@ def test_explained_variance_is_over_policy_tokens_and_0_if_returns_are_equal(bat
 
 def test_metrics_are_means_or_maxima_over_the_mini_batches(batch, advantages):
     """The learning rate is 0, so each mini-batch can also be measured separately."""
-    policy = make_policy()
-    old = log_probs_of(policy, batch)
-    batch.rollout_log_probs = old + advantages / 10
-
-    def step_metrics(part, size):
-        return policy_step(
-            policy,
-            sgd(policy, lr=0.0),
-            part,
-            part.advantages,
-            replace(WIDE, mini_batch_size=size),
-            part.old_log_probs,
-        )
-
-    batch.advantages, batch.old_log_probs = advantages, old
-    total = step_metrics(batch, 2)
-    parts = [step_metrics(batch.rows([row, row + 1]), 2) for row in (0, 2, 4)]
+    policy, objective = make_policy(), replace(WIDE, mini_batch_size=2)
+    batch.advantages, batch.old_log_probs = advantages, log_probs_of(policy, batch)
+    batch.rollout_log_probs = batch.old_log_probs + advantages / 10
+    learner = learner_of(policy, sgd(policy, lr=0.0))
+    total = update.update_policy(learner, batch, objective)
+    parts = [
+        update.update_policy(learner, batch.rows([row, row + 1]), objective) for row in (0, 2, 4)
+    ]
     for name in ("policy/loss", "policy/entropy", "sampler/log_prob_diff_mean"):
         assert total[name] == pytest.approx(sum(part[name] for part in parts) / 3), name
     maxima = [part["sampler/log_prob_diff_max"] for part in parts]
