@@ -103,7 +103,9 @@ def optimize(
                 elif counts:
                     is_finite = False
                 tick(len(rows) / len(passes))  # every rank has the same number of passes
-            norm = distributed.clip_grad_norm(learner.model.parameters(), objective.max_grad_norm)
+            parameters, limit = learner.model.parameters(), objective.max_grad_norm
+            before_clipping = torch.nn.utils.clip_grad_norm_(parameters, limit)
+            norm = float(distributed.full_tensor(before_clipping))
             reports = distributed.gather((is_finite and math.isfinite(norm), sums))
             if all(finite for finite, _ in reports):
                 learner.optimizer.step()

@@ -24,7 +24,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -158,12 +158,6 @@ def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Clip the global norm of the gradients to `max_norm`; returns the norm before clipping."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    return float(full_tensor(norm))
 
 
 # ------------------------------------------------------------------------------------- split work
