@@ -21,7 +21,8 @@ For ChatML (Qwen, SmolLM2) the pieces are
 
 To find them, the class renders a conversation of markers and cuts the result at the markers. Some
 templates begin an answer in the history differently from the end of the prompt. Then
-    the prompt opens a thought (Qwen3.5, DeepSeek-R1): a demonstration without one closes it first
+    the prompt opens a thought (Qwen3.5, DeepSeek-R1): a demonstration without one closes it first.
+        The closing mark must be known: only <think> may stay open
     the history has an empty thought (GLM 4.5): such a demonstration writes it, the policy may think
     the history has a blank (Llama 2, Mistral): it belongs to the action
     the history has other text (gpt-oss: <|channel|>final<|message|>): it ends every prompt. So
@@ -39,7 +40,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
@@ -48,6 +48,8 @@ Piece = tuple[str, str]  # a text and the role of its author; "" for the templat
 
 OPEN, CLOSE = "<think>", "</think>"
 ANCHOR = "⟧"
+# <think></think>, <|START_THINKING|><|END_THINKING|>, <|channel>thought<channel|>, or the end only
+CLOSED = re.compile(r"([A-Za-z]{3,})\W+(thought\W+)?(\w*[_:])?\1\W*$|</think>\s*$")
 SAMPLE = ("Goal: a log.", "Thought: easy.\nAction: get 1 log", "Got 1 log.", "go on", "Yes.")
 
 
@@ -65,8 +67,8 @@ class ChatTemplate:
             (models.stop_ids_of). Sampling ends at any of them; the action text excludes it.
 
     Raises:
-        ValueError: the template fails, has no end-of-turn token, rewrites message contents, or
-            changes from turn to turn; or the tokenizer encodes pieces differently from the whole.
+        ValueError: the template fails, has no end-of-turn token, rewrites contents, changes with
+            the turn or prompt, opens an unknown thought; or pieces have other ids than the whole.
     """
 
     def __init__(self, tokenizer: Any, more_stops: Sequence[int] = ()) -> None:
@@ -87,13 +89,17 @@ class ChatTemplate:
         self._cut_tail(before, tail)
         stops = {self.end_of_turn, tokenizer.eos_token_id, *more_stops}
         self.stop_token_ids = tuple(sorted(stops - {None}))
-        with suppress(ValueError):  # the template rejects system messages
-            pieces += self._pieces([{"role": "system", "content": "rules"}, *history])
+        system = {"role": "system", "content": "rules"}
+        pieces += self._pieces([system, *history])
         template = self._lead + "".join(text for text, role in pieces if not role)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= {*tokenizer.all_special_ids}
-        special -= {tokenizer.unk_token_id} & {*self._ids_of("\U000ffffd")}  # unknown characters
+        special -= {tokenizer.unk_token_id} & {*self._ids_of("\U000ffffd\U00013000")}  # any others
         self._control = {i: m for m, i in self._marks.items() if i in special or m in template}
+        if short := [mark for mark in self._control.values() if len(mark) == 1]:
+            raise ValueError(f"the control token {short[0]!r} has one character, but needs two")
+        for prompt in ([], history[:2], [system]):
+            self.opening(prompt, SAMPLE[0])
         self._check_encoding(start)
 
     def opening(self, prompt: list[dict[str, str]], observation: str) -> list[int]:
@@ -102,9 +108,13 @@ class ChatTemplate:
         Args:
             prompt: messages before the first observation (system, or user and assistant).
             observation: the environment's first text.
+        Raises:
+            ValueError: the template rejects these messages, or ends them in another way.
         """
         *pieces, (end, _) = self._pieces([*prompt, {"role": "user", "content": observation}])
-        return self._encode([*pieces, (end.removesuffix(self._prompt_end) + self._tail, "")])
+        if end != self._prompt_end:
+            raise ValueError(f"the chat template ends prompts with {end!r} or {self._prompt_end!r}")
+        return self._encode([*pieces, (self._tail, "")])
 
     def observation(self, text: str) -> list[int]:
         """Ids from after the end-of-turn token to the beginning of the assistant's next turn."""
@@ -114,13 +124,16 @@ class ChatTemplate:
         """Ids of an action given as text (a demonstration), including the end-of-turn token.
 
         Raises:
-            ValueError: the action has a thought, but the prompt ends with a thought that is closed.
+            ValueError: the action has a thought, but not exactly one, closed and at its start; or
+                the prompt ends with a thought that is closed.
         """
         lead = self._lead
-        if OPEN in text or CLOSE in text:
+        if marks := re.findall(f"{OPEN}|{CLOSE}", text):
+            text = text.lstrip()
+            if marks != [OPEN, CLOSE] or not text.startswith(OPEN):
+                raise ValueError(f"expected one {OPEN}...{CLOSE} at the start: {text!r:.60}")
             if self._tail.rstrip().endswith(CLOSE):
-                hint = "but a demonstration has one: remove thoughts from the data"
-                raise ValueError(f"the chat template closes the thought before an action, {hint}")
+                raise ValueError("the chat template closes the thought: remove it from the data")
             lead = self._lead_of_thought
             text = text.removeprefix(OPEN).lstrip("\n") if self._thought else text
         pieces = [(lead, ""), (text, "assistant"), (self._trail, "")]
@@ -165,14 +178,17 @@ class ChatTemplate:
         tail, and the policy writes the lead. `before` is this text in the history, `tail` is it in
         the generation prompt."""
         self._prompt_end, self._thought, lead = tail, "", ""
-        closed = (CLOSE, *(mark for mark in self._marks if "think" not in mark.lower()))
+        rest = iter(before)
+        is_shown = all(letter in rest for letter in tail if letter.strip())  # in this order
         if tail.rstrip().endswith(OPEN):
             self._thought = tail[tail.rindex(OPEN) :]
             blank = self._thought[len(OPEN) :]
             lead = blank + CLOSE + 2 * blank
         elif before.startswith(tail) and OPEN in before[len(tail) :]:
             lead = before[len(tail) :]
-        elif tail != before and not (tail.startswith(before) and tail.rstrip().endswith(closed)):
+        elif not (is_shown or CLOSED.search(tail)):
+            raise ValueError(f"the prompt opens something that this program cannot close: {tail!r}")
+        elif not tail.startswith(before):
             tail = before
         # A blank belongs to the first token of the text after it.
         self._tail = tail if self._thought else tail.rstrip(" ")
@@ -187,9 +203,7 @@ class ChatTemplate:
         text = self._render([{"role": role, "content": m} for m, (_, role) in markers.items()])
         texts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
         if not {*markers} <= {*texts}:
-            raise ValueError(
-                "the chat template drops or rewrites message contents, so it cannot be used here"
-            )
+            raise ValueError("the chat template drops or rewrites message contents")
         return [markers.get(text, (text, "")) for text in texts]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
@@ -207,17 +221,15 @@ class ChatTemplate:
         if messages[0]["role"] != "system":
             return render(messages)
         first, second, *later = messages
-        # Templates without a system role raise a jinja error or leave the message out.
+        # Templates without a system role raise a jinja error, or change or leave out the message.
         problem = None
         try:
             text = render(messages)
             if first["content"].strip() in text:
                 return text
         except ValueError as error:
-            if not any(word in str(error).lower() for word in ("system", "role")):
-                raise
             problem = error
-        joined = {"role": "user", "content": f"{first['content']}\n\n{second['content']}"}
+        joined = second | {"content": f"{first['content']}\n\n{second['content']}"}
         try:
             return render([joined, *later])
         except ValueError as error:
@@ -232,7 +244,7 @@ class ChatTemplate:
         ids = self._encode([(text + self._tail, "")])
         for action, observation in zip(SAMPLE[1::2], SAMPLE[2::2], strict=True):
             text += f"{self._tail}{lead}{action}{self._trail}{self._end}{self._header}{observation}"
-            ids += self.action(lead + action if self._thought else action)
+            ids += self.action(self._thought + lead + action if self._thought else action)
             ids += self.observation(observation)
         if ids != self._ids_of(text + self._tail):
             raise ValueError(

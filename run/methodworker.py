@@ -237,7 +237,10 @@ def encode_all(chat: ChatTemplate, records: Iterable[Record]) -> list[Example]:
     records, examples = list(records), []
     with phase("encoding", len(records), "conversations") as tick:
         for record in records:
-            examples.append(encode(chat, record))
+            try:
+                examples.append(encode(chat, record))
+            except ValueError as error:
+                raise ValueError(f"conversation {record['item_id']}: {error}") from None
             tick()
     return examples
 

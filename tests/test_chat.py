@@ -1,13 +1,15 @@
 """chat.py: for every family the pieces equal the template's output; text never becomes control."""
 
 import pytest
-from fakes import TEMPLATES, byte_tokenizer, family_tokenizer
+from fakes import CHATML_SPECIAL, TEMPLATES, byte_tokenizer, family_tokenizer, word_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from chat import ChatTemplate, is_encodable
+from formats import to_record
+from run.methodworker import encode_all
 from scale.default_models import CHATML
 
 SYSTEM = [{"role": "system", "content": "You craft."}]
@@ -83,6 +85,7 @@ def test_a_demonstration_has_exactly_one_thought_and_closes_it(family, after, wi
     ids, end = chat.action(said), decode([chat.end_of_turn])
     assert decode(chat.opening(SYSTEM, "dark")).endswith(after)
     assert decode(ids) == with_thought + end
+    assert chat.action(f" \n{said}") == ids
     think, close = chat.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     whole = chat.opening(SYSTEM, "dark") + ids
     assert whole.count(think) == whole.count(close) == 1, "as control tokens"
@@ -93,8 +96,17 @@ def test_a_demonstration_has_exactly_one_thought_and_closes_it(family, after, wi
 
 def test_a_demonstration_with_a_thought_is_refused_after_a_prompt_that_closes_the_thought():
     chat = ChatTemplate(family_tokenizer("deepseek-v3.1"))
-    with pytest.raises(ValueError, match="closes the thought before an action"):
+    with pytest.raises(ValueError, match="closes the thought: remove it"):
         chat.action("<think>\nwhy\n</think>\n\ngo")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "glm4.5", "llama3"])
+def test_a_demonstration_whose_thought_is_not_one_closed_thought_at_its_start_is_refused(family):
+    chat = ChatTemplate(family_tokenizer(family))
+    for said in ("go <think>x</think>", "<think>on", "why</think>go", 2 * "<think>x</think>go"):
+        record = to_record({"messages": turns("dark", said)}, "mine:1")
+        with pytest.raises(ValueError, match="mine:1: expected one <think>...</think> at"):
+            encode_all(chat, [record])
 
 
 def test_a_sequence_has_one_bos_even_if_the_tokenizer_adds_it_to_every_text():
@@ -206,29 +218,37 @@ def test_a_template_that_fails_is_refused_by_name(fault):
         ChatTemplate(tokenizer)
 
 
-def test_a_template_that_changes_from_turn_to_turn_is_refused():
-    numbered = CHATML.replace("'<|im_end|>'", "'<|im_end|>' + loop.index | string")
-    with pytest.raises(ValueError, match="changes from turn to turn"):
-        ChatTemplate(byte_tokenizer(numbered))
-
-
-def test_a_template_without_an_end_marker_is_refused():
-    plain = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-    )
-    with pytest.raises(ValueError, match="with a control token, but ends it"):
-        ChatTemplate(byte_tokenizer(plain))
-
-
 @pytest.mark.parametrize(
-    "rewrite",
-    ["message['content'] | upper", "message['content'][:3]", "''"],
-    ids=["upper case", "cut", "dropped"],
+    ("template", "problem"),
+    [
+        (CHATML.replace("'<|im_end|>'", "loop.index ~ '<|im_end|>'"), "changes from turn to turn"),
+        (CHATML.replace("'<|im_end|>'", "'.'"), "with a control token, but ends it"),
+        (CHATML.replace("<|im_end|>", "■"), "'■' has one character"),
+        (CHATML.replace("message['content']", "message['content'] | upper"), "rewrites message"),
+        (CHATML.replace("message['content']", "message['content'][:3]"), "rewrites message"),
+        (CHATML.replace("message['content']", "''"), "drops or rewrites message contents"),
+        (CHATML + "{{ '</think>' if messages[0].role == 'system' }}", "ends prompts with"),
+        (CHATML + "{{ '</think>' if messages | length == 1 }}", "ends prompts with"),
+        (CHATML + "{{ '</think>' if messages | length == 3 }}", "ends prompts with"),
+        (CHATML + "<thought>", "opens something"),
+        (CHATML + "<|channel|>analysis<|message|>", "opens something"),
+        (CHATML + "[THINK]", "opens something"),
+        (CHATML + "<think>\nOkay", "opens something"),
+    ],
 )
-def test_a_template_that_rewrites_contents_is_refused(rewrite):
-    with pytest.raises(ValueError, match="drops or rewrites message contents"):
-        ChatTemplate(byte_tokenizer(CHATML.replace("message['content']", rewrite)))
+def test_a_template_that_cannot_be_cut_is_refused(template, problem):
+    marks = ("■", "<thought>", "<|channel|>", "<|message|>")
+    special = (*CHATML_SPECIAL[:2], *(mark for mark in (*marks, "<|im_end|>") if mark in template))
+    tokenizer = byte_tokenizer(template, special, special[-1])
+    with pytest.raises(ValueError, match=problem):
+        ChatTemplate(tokenizer)
+
+
+def test_an_unknown_word_is_not_a_control_token_even_if_berts_normalizer_drops_characters():
+    tokenizer = word_tokenizer.__wrapped__()
+    tokenizer.unk_token = "?"
+    tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer()
+    assert ChatTemplate(tokenizer).is_action(tokenizer.encode("snowman"))
 
 
 @pytest.mark.parametrize(
