@@ -602,7 +602,9 @@ def local_server(env: str, **flags: Any) -> Iterator[str]:
         try:
             yield url
         finally:
-            exit_code, stderr = server.process.poll(), server.stderr()
+            exit_code = server.process.poll()
+            server.stop()  # closing its resources can fail, too
+            stderr = server.stderr()
             if exit_code is not None or stderr:  # warnings, tracebacks
                 status = "ran" if exit_code is None else f"died with exit code {exit_code}"
                 print(f"{name} {status}; stderr ends with:\n{stderr}", file=sys.stderr)

@@ -30,10 +30,10 @@ class has these members:
 `reward` is the reward of this turn. After every step, the rewards of an episode sum to 0..1, and
 `info["success"]` tells whether the task is solved. A <think> ... </think> in the policy's text is
 cut off before parse reads it. Optional members are the fields of `Settings`, in capitals; NAME;
-the class methods open_shared() and close_shared(), for resources that all sessions share; and
-variant(), which identifies the options and simulator version that affect what the agent reads. A
-trainer imports the class on a machine that may lack the simulator, so import the simulator only
-where it is used.
+the class methods open_shared() and close_shared(), for resources that all sessions share; and the
+static method variant(), which returns a text with the options and simulator version that affect
+what the agent reads. A trainer imports the class on a machine that may lack the simulator, so
+import the simulator only where it is used.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
@@ -58,6 +58,7 @@ from typing import Any
 import pydantic
 
 from envs.wire import Wire as Wire
+from run.errors import RunFailed
 from run.files import read_text
 
 VERSION = "0.1.0"
@@ -82,12 +83,12 @@ class ParseError(ValueError):
     """The policy's text does not contain an action. The policy reads this error's message."""
 
 
-class ClassError(ValueError):
-    """A static method of an environment's class fails or does not return text."""
+class ClassError(ValueError, RunFailed):
+    """A method called on an environment's class, without an instance, fails or returns no text."""
 
     def __init__(self, env_class: Any, problem: str) -> None:
         self.env = f"environment {env_class.__module__}:{env_class.__name__}"
-        rule = "parse, say and subtask are static and return text; parse may raise envs.ParseError"
+        rule = "envs/__init__.py says what it takes, returns and raises"
         self.problem = f"the class {problem}; {rule}"
         super().__init__(f"{self.env}: {self.problem}")
 
@@ -159,7 +160,7 @@ def get_env(name: str) -> Any:
 @cache
 def _problem_of_class(env_class: Any) -> str | None:
     """Check a user's class without starting an episode; return the first problem, or None. Raises
-    ClassError if parse, say or subtask is the problem."""
+    ClassError if parse, say, subtask or variant is the problem."""
     if missing := [name for name in REQUIRED if not hasattr(env_class, name)]:
         return f"lacks {', '.join(missing)}"
     if not isinstance(env_class.WIRE, Wire):
@@ -175,6 +176,7 @@ def _problem_of_class(env_class: Any) -> str | None:
     if not isinstance(num_tasks, int) or num_tasks < 1:
         return f"returns {num_tasks!r:.40} from num_tasks(); expected an int above 0"
     call_static(env_class, "subtask", 0)
+    call_static(env_class, "variant")
     for text in ("", "look", call_static(env_class, "say", "It may help.", "look")):
         with contextlib.suppress(ParseError):
             call_static(env_class, "parse", text)
@@ -182,16 +184,17 @@ def _problem_of_class(env_class: Any) -> str | None:
 
 
 def call_static(env_class: Any, method: str, *arguments: Any) -> str:
-    """The text that parse, say or subtask returns. Raises the ParseError of parse, and ClassError
-    if the method raises anything else or returns something else."""
+    """Call a method without an instance; returns its text, or "" if the class lacks it. Raises the
+    ParseError of parse, and ClassError if the method raises anything else, or if parse, say,
+    subtask or variant returns something else."""
     try:
-        text = getattr(env_class, method)(*arguments)
+        text = getattr(env_class, method, str)(*arguments)
     except (Exception, SystemExit) as error:
         if isinstance(error, ParseError) and method == "parse":
             raise
         problem = f"fails in {method}() ({error_line(error, env_class)})"
         raise ClassError(env_class, problem) from error
-    if not isinstance(text, str):
+    if not isinstance(text, str) and not method.endswith("_shared"):
         raise ClassError(env_class, f"returns {text!r:.60} from {method}()")
     return text
 
@@ -246,7 +249,7 @@ def env_name(env: str) -> str:
 
 def variant_of(env: str) -> str:
     """The options and simulator version that affect what the agent reads; "" by default."""
-    return str(getattr(get_env(env), "variant", str)())
+    return call_static(get_env(env), "variant")
 
 
 def settings_of(env: str) -> Settings:
@@ -302,7 +305,8 @@ def load_tasks(
     env_class, name = get_env(env), env_name(env)
     path = _id_list(env, split, file)
     prefixes, num_tasks = settings_of(env).id_prefixes, env_class.num_tasks()
-    ids = _read_ids(path) if path else [f"{prefixes[0]}_{index}" for index in range(num_tasks)]
+    prefix = prefixes[0]
+    ids = _read_ids(path, prefix) if path else [f"{prefix}_{index}" for index in range(num_tasks)]
     tasks: dict[int, Task] = {}
     for task_id in ids:
         match = re.fullmatch(r"(.*)_([0-9]{1,18})", task_id)
@@ -323,10 +327,8 @@ def load_tasks(
             raise ValueError(f"unknown sub-task {subtask!r} of {name}; choose from: {choices}")
     selection = [task for task in tasks.values() if not subtasks or task.subtask in subtasks]
     if not selection:
-        raise ValueError(
-            f"no task left: none of the {len(tasks)} tasks of {path or name} is in the sub-tasks "
-            f"{list(subtasks)}"
-        )
+        problem = f"none of its {len(tasks)} tasks is in the sub-tasks {list(subtasks)}"
+        raise ValueError(f"no task left: {path or name}: {problem if tasks else 'it has no tasks'}")
     return selection
 
 
@@ -365,9 +367,9 @@ def _id_list(env: str, split: str | None, file: str | Path | None) -> Path | Non
     return path
 
 
-def _read_ids(path: Path) -> list[str]:
+def _read_ids(path: Path, prefix: str) -> list[str]:
     """The item_id strings of an id list; other keys of an entry are ignored."""
-    expected = 'expected [{"item_id": "textcraft_0"}, ...]'
+    expected = f'expected [{{"item_id": "{prefix}_0"}}, ...]'
     text = read_text(path)
     try:
         entries = json.loads(text)

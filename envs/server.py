@@ -49,7 +49,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from envs import ENVS, VERSION, env_name, get_env
+from envs import ENVS, VERSION, ClassError, call_static, env_name, get_env
 from envs.sessions import (
     MAX_BODY_BYTES,
     Answer,
@@ -57,6 +57,7 @@ from envs.sessions import (
     Sessions,
     body_too_large,
     error_answer,
+    log_once,
     query_fields,
 )
 
@@ -76,6 +77,7 @@ def create_app(
     Host header is in `hosts`; with an empty set it answers all."""
     name = env if env_class else env_name(env)
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
+    call_static(sessions.env_class, "open_shared")  # if a package is missing, fail now
     episodes = Episodes(sessions)
     start_time = time.monotonic()
 
@@ -116,23 +118,22 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
-    """Open the shared resources, close idle sessions regularly, and close everything at the end."""
+    """Close idle sessions regularly, and at the end all sessions and the shared resources."""
 
     async def sweep() -> None:
         while True:
             await asyncio.sleep(min(sessions.idle_timeout_s / 4, 30.0))
             sessions.evict_idle()
 
-    env_class = sessions.env_class
-    if hasattr(env_class, "open_shared"):
-        await anyio.to_thread.run_sync(env_class.open_shared)
     sweeper = asyncio.create_task(sweep())
     yield
     sweeper.cancel()
     for session_id in list(sessions.table):
         await sessions.close(session_id)
-    if hasattr(env_class, "close_shared"):
-        await anyio.to_thread.run_sync(env_class.close_shared)
+    try:
+        await anyio.to_thread.run_sync(call_static, sessions.env_class, "close_shared")
+    except ClassError as error:
+        log_once(str(error))
 
 
 # ------------------------------------------------------ which requests are accepted, and their size
@@ -294,15 +295,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     env, host = options.env, options.host
+    task = f"serve {env}"
     try:
         app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts_of(host))
-        if hasattr(get_env(env), "open_shared"):  # if a package is missing, fail now
-            get_env(env).open_shared()
+        task += f" on {host}:{options.port}"
         listener = listen_on(host, options.port)
     except (OSError, ImportError, RuntimeError, ValueError) as error:
         hint = "; --port 0 picks a free port" if "in use" in str(error) else ""
-        problem = f"cannot serve {env} on {host}:{options.port}: {error}{hint}"
-        print(f"envs.server: {problem}", file=sys.stderr)
+        print(f"envs.server: cannot {task}: {error}{hint}", file=sys.stderr)
         return 1
     return serve(app, host, listener, "envs.server", f"env {env}, version {VERSION}")
 

@@ -35,17 +35,16 @@ import anyio
 import anyio.to_thread
 from starlette.responses import JSONResponse
 
-from envs import EpisodeEndedError, NotResetError, OracleLost, TaskIndexError, error_line
+from envs import EpisodeEndedError, OracleLost, TaskIndexError, error_line
 from envs.http import MAX_ANSWER_BYTES
 from envs.wire import TOLERANCE
 
 MAX_BODY_BYTES = 1_000_000  # of a request
 NUM_THREADS = 128  # for environments that are not fast
 RULES = "tutorials/05_add_your_own_environment.md shows what an environment's methods must return"
-# Exceptions of an environment -> the status and hint of the answer.
+# Exceptions of an environment that can be the client's fault -> the status and hint of the answer.
 REFUSALS: dict[type[Exception], tuple[int, str]] = {
     TaskIndexError: (404, "give the index of a task that exists"),
-    NotResetError: (409, "POST /reset starts an episode"),
     EpisodeEndedError: (409, "POST /reset starts the next episode"),
     OracleLost: (409, "the episode can continue: send the next action with POST /step"),
 }
@@ -121,8 +120,9 @@ class Sessions:
         self._close_tasks: set[asyncio.Task] = set()  # one per evicted session
         self._threads: anyio.CapacityLimiter | None = None
 
-    async def call(self, function: Callable, *arguments: Any) -> Any:
-        """Call a method of the environment, here or in a thread; its errors become ApiErrors."""
+    async def call(self, function: Callable, *arguments: Any, refusals: tuple = ()) -> Any:
+        """Call a method of the environment, here or in a thread; its errors become ApiErrors: those
+        in `refusals` are the client's fault, any other is a fault of the class."""
         try:
             if self.env_class.IS_FAST:
                 return function(*arguments)
@@ -131,7 +131,7 @@ class Sessions:
             return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
         except (Exception, SystemExit) as error:
             for kind, (status, hint) in REFUSALS.items():
-                if isinstance(error, kind):
+                if kind in refusals and isinstance(error, kind):
                     raise ApiError(status, str(error), hint) from error
             problem = f"raises {error_line(error, self.env_class)}"
             raise failure(problem, "reset or close the session") from error
@@ -217,18 +217,19 @@ def as_turn(outcome: Any) -> dict[str, Any]:
     envs.sessions.ApiError: returns 4 values; expected observation, reward, terminated, \
 truncated, info
     """
-    values = outcome if isinstance(outcome, tuple | list) else [outcome]
+    values = outcome if isinstance(outcome, tuple | list) else ()
     if len(values) != len(TURN):
-        raise failure(f"returns {len(values)} values; expected {', '.join(TURN)}")
+        result = f"{len(values)} values" if values else f"{outcome!r:.60}"
+        raise failure(f"returns {result}; expected {', '.join(TURN)}")
     turn = {name: _to_python(value) for name, value in zip(TURN, values, strict=True)}
     for name, value in turn.items():
         if not isinstance(value, TURN[name]):
-            raise failure(f"returns a {type(value).__name__} as {name}")
+            raise failure(f"returns {value!r:.40} ({type(value).__name__}) as {name}")
     if not abs(turn["reward"]) <= 1 + TOLERANCE:  # also NaN, and integers too large for a float
-        raise failure("returns a reward that is not a number from -1 to 1")
+        raise failure(f"returns the reward {turn['reward']!r:.40}; expected a number from -1 to 1")
     success = turn["info"].get("success")
     if not isinstance(_to_python(success), bool):
-        raise failure(f"returns a {type(success).__name__} as info['success']")
+        raise failure(f"returns {success!r:.40} as info['success']; expected a bool")
     return turn
 
 
@@ -292,7 +293,7 @@ class Episodes:
         # As in AgentGym, the n-th session shows task n. Its client still has to POST /reset.
         number = session.session_id - self.sessions.first_id
         try:
-            turn = await self._play(session, first_turn, "reset", number % self.num_tasks, 0)
+            turn = await self._play(session, "reset", number % self.num_tasks, 0)
         except ApiError:  # the client does not get this session's number and cannot close it
             await self.sessions.close(session.session_id)
             raise
@@ -304,7 +305,7 @@ class Episodes:
         task_index = _field(fields, self.wire.index_field, int, self.wire.index_default)
         seed = _field(fields, "seed", int, 0)
         async with self.sessions.use(session_id) as session:
-            turn = await self._play(session, first_turn, "reset", task_index, seed)
+            turn = await self._play(session, "reset", task_index, seed)
             session.preview = None
             session.turn = turn | {"subtask": self.env_class.subtask(task_index)}
             return self.wire.reset(session_id, session.turn, task_index)
@@ -316,7 +317,7 @@ class Episodes:
             if turn["done"]:
                 hint = "POST /reset starts the next episode"
                 raise ApiError(409, f"the episode of session {session.session_id} is over", hint)
-            session.turn = turn | await self._play(session, as_turn, "step", action)
+            session.turn = turn | await self._play(session, "step", action)
             answer = self.wire.step(session.turn)
             if extra_method:
                 answer = answer | await self.sessions.call(getattr(session.env, extra_method))
@@ -335,8 +336,9 @@ class Episodes:
             return detail | {"deleted": False}
 
     async def _ask(self, fields: Any, method: str) -> Any:
-        async with self._episode(fields) as (session, _):
-            result = await self.sessions.call(getattr(session.env, method))
+        async with self._episode(fields) as (session, turn):
+            refusals = (OracleLost, EpisodeEndedError) if turn["done"] else (OracleLost,)
+            result = await self.sessions.call(getattr(session.env, method), refusals=refusals)
         kind = {"available_actions": list, "state_for_people": dict}.get(method, object)
         if not isinstance(result, kind):
             raise failure(f"returns {result!r:.60}; expected a {kind.__name__}")
@@ -366,12 +368,12 @@ class Episodes:
                 raise ApiError(409, f"session {session_id} has no episode", hint)
             yield session, turn
 
-    async def _play(
-        self, session: Session, read: Callable[[Any], dict], method: str, *arguments: Any
-    ) -> dict:
-        """Call reset or step; `read` converts its result to a turn."""
+    async def _play(self, session: Session, method: str, *arguments: Any) -> dict:
+        """Call reset or step and convert its result to a turn."""
+        read, refusals = (as_turn, ()) if method == "step" else (first_turn, (TaskIndexError,))
         try:
-            turn = read(await self.sessions.call(getattr(session.env, method), *arguments))
+            call = self.sessions.call
+            turn = read(await call(getattr(session.env, method), *arguments, refusals=refusals))
         except ApiError as error:
             if error.status == 500:  # the environment's state is unknown until the next reset
                 session.turn = session.preview = None
@@ -385,9 +387,7 @@ def _field(fields: Any, name: str, kind: type, default: Any = None) -> Any:
     value = fields.get(name, default) if isinstance(fields, dict) else None
     if type(value) is kind:
         return value
-    problem = (
-        f"expected {kind.__name__}, got {value!r:.80}" if value is not None else "Field required"
-    )
+    problem = "Field required" if value is None else f"expected {kind.__name__}, got {value!r:.80}"
     raise ApiError(422, f"body.{name}: {problem}", "send a JSON object or, with GET, a query")
 
 

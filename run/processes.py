@@ -51,6 +51,14 @@ class Child:
     def stderr(self) -> str:
         return _tail(self._err)
 
+    def stop(self) -> None:
+        """Terminate the process, and kill it and the processes that it started after 10 s."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def wait_until(self, condition: Callable[[], T | None], timeout_s: float) -> T:
         """Wait until `condition()` is true and return its value. Raises NotReady if the child ends
         first, or `timeout_s` after its start."""
@@ -95,14 +103,11 @@ def child(module: str, *arguments: str, **options: Any) -> Iterator[Child]:
             **options,
         ) as process,
     ):
+        running = Child(process, out, err)
         try:
-            yield Child(process, out, err)
+            yield running
         finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            running.stop()
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -18,6 +18,7 @@ import gc
 import math
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ class Worker:
     """
 
     openings: list[list[int]]  # first prompt of one task per environment, as token ids
+    say_once = staticmethod(cache(distributed.say))
     num_probes = 2  # number of prompts used to check each weight sync
     has_new_weights = False  # since the last step that the session has completed
     kl_controller: FixedKLController | None = None
@@ -313,6 +315,8 @@ class Worker:
         handlers = [handler for part, _ in parts for handler in part]
         handlers.sort(key=lambda handler: position[handler.trajectory_id])
         check_failures(handlers, c.max_env_failures)
+        if errors := [handler.error for handler in handlers if handler.error]:
+            self.say_once(f"note: lost trajectories are not used; last error: {errors[-1]}")
         return handlers
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], list[RolloutHandler]]:

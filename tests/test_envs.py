@@ -144,6 +144,7 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
             "in parse() (KeyError: '')",
         ),
         ("def oracle", "def say(self, *_):\n        pass\n\n    def oracle", "None from say()"),
+        ("def oracle", "def variant(self):\n        pass\n\n    def oracle", "in variant() (TypeE"),
         ("def oracle", "def __init__(self, size):\n        pass\n\n    def oracle", "'size'"),
         ("def oracle", "HORIZON = 'ten'\n\n    def oracle", "HORIZON 'ten': Input should be a"),
     ],
@@ -165,12 +166,21 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
         ("state", "return {}", "return []", "Coin.state_for_people() returns []; expected a dict"),
         ("oracle", '"It is always heads.", "heads"', '"ba"', "returns 'ba'; expected a thought"),
         ("step", 'info["score"], True, False', "0.0, True", "Coin.step() returns 4 values"),
-        ("step", 'return "It is heads."', "return 42", "a int as observation"),
+        ("step", 'return "It is heads."', "return 42", "42 (int) as observation"),
+        ("step", 'return "It is heads."', '"It is heads."', "returns None; expected observation"),
+        ("step", "info = {", "super().oracle()\n        info = {", "Coin.step() raises NotReset"),
+        ("step", "info = {", "super().reset(999)\n        info = {", "step() raises TaskIndexErr"),
+        (
+            "step",
+            "World = Coin",
+            "Coin.open_shared = lambda: setattr(Coin, 'step', len)",
+            "returns 5;",
+        ),
         (
             "step",
             'return "It is heads."',
             "import numpy\n        return numpy.ones(2)",
-            "a ndarray as observation",
+            "(ndarray) as observation",
         ),
         (
             "step",
@@ -178,8 +188,8 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
             'return "é" * 200_000',
             "bytes as JSON; the limit is 1048576",
         ),
-        ("step", 'info["score"], True', "float('nan'), True", "a reward that is not a number"),
-        ("step", 'info["score"], True', "10**5000, True", "a reward that is not a number"),
+        ("step", 'info["score"], True', "float('nan'), True", "returns the reward nan; expected a"),
+        ("step", 'info["score"], True', "10**5000, True", "step() returns what cannot be sent"),
         (
             "step",
             "def oracle",
@@ -187,8 +197,8 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
             "returns None from parse()",
         ),
         ("step", 'info["score"], True', "-0.1, True", "should return rewards that sum to 0..1"),
-        ("step", 'action == "heads",', "1,", "a int as info['success']"),
-        ("step", '{"success": action == "heads", ', "{", "a NoneType as info['success']"),
+        ("step", 'action == "heads",', "1,", "1 as info['success']; expected a bool"),
+        ("step", '{"success": action == "heads", ', "{", "None as info['success']"),
         (
             "step",
             "info = {",
@@ -251,17 +261,17 @@ def test_load_tasks_keeps_the_order_and_filters_subtasks(tmp_path):
     ("content", "message"),
     [
         ("[", "is not JSON"),
-        ('[{"item_id": 3}]', "is not an id list"),
-        ('[{"item_id": "textcraft_544"}]', "'textcraft_544' is not a task of textcraft"),
-        ('[{"item_id": "textcraft_1"}, {"item_id": "textcraft_1"}]', "is listed twice"),
-        ("[]", "no task left"),
+        ('[{"item_id": 3}]', 'is not an id list; expected .*"babyai_0"'),
+        ('[{"item_id": "babyai_99999"}]', "'babyai_99999' is not a task of babyai"),
+        ('[{"item_id": "babyai_1"}, {"item_id": "babyai_1"}]', "is listed twice"),
+        ("[]", "it has no tasks"),
     ],
 )
 def test_a_bad_id_list_is_a_one_line_error_that_names_the_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as error:
-        load_tasks("textcraft", file=path)
+        load_tasks("babyai", file=path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 

@@ -160,12 +160,12 @@ def test_a_wire_can_use_points_numpy_numbers_and_additional_paths():
         assert (answer["terminated"], answer["info"]["success"]) == (False, True)
 
 
-def test_shared_resources_are_opened_before_the_first_request_and_closed_at_the_end():
+def test_shared_resources_are_opened_before_the_first_request_and_closed_at_the_end(caplog):
     events = []
 
     class Sharing(SlowEnv):
         open_shared = staticmethod(lambda: events.append("open"))
-        close_shared = staticmethod(lambda: events.append("close"))
+        close_shared = staticmethod(lambda: events.append("close") or 1 // 0)
 
         def close(self):
             events.append("session closed")
@@ -174,6 +174,7 @@ def test_shared_resources_are_opened_before_the_first_request_and_closed_at_the_
         assert events == ["open"]
         start(client)
     assert events == ["open", "session closed", "close"]
+    assert "fails in close_shared() (ZeroDivisionError" in caplog.text
 
 
 # ---- errors
@@ -394,12 +395,17 @@ def test_a_usage_error_is_one_line_and_exit_code_2(flags, message, capsys):
     assert message in output.err and output.err.count("\n") == 1
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_1(capsys):
+Unopened = type("Unopened", (Letters,), {"open_shared": lambda self: None})
+
+
+def test_a_port_in_use_and_a_failing_open_shared_are_one_line_and_exit_code_1(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         assert main(["--env", "textcraft", "--port", port]) == 1
-    output = capsys.readouterr()
-    assert f"127.0.0.1:{port}" in output.err and output.err.count("\n") == 1
+        assert main(["--env", "test_server:Unopened", "--port", port]) == 1
+    in_use, unopened = capsys.readouterr().err.splitlines()
+    assert f"127.0.0.1:{port}" in in_use and "127.0.0.1" not in unopened
+    assert "test_server:Unopened: the class fails in open_shared() (TypeError" in unopened
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,16 @@ def test_a_run_logs_exactly_the_names_in_the_glossary(run_dir):
     assert {line["policy/optimizer_steps"] for line in read_metrics(run_dir)} == {2}  # trap 3
 
 
+class Percent(NoReward):
+    step = staticmethod(lambda action: ("", 33, True, False, {"success": True}))
+
+
+def test_the_error_of_lost_trajectories_is_printed_once(tmp_path, capsys):
+    with serve(Percent) as url:
+        code, _ = run_in_process(tmp_path, url, max_env_failures=1.0)
+    assert code == 0 and capsys.readouterr().out.count("not used; last error: ") == 1
+
+
 def test_a_step_without_signal_changes_no_weights_but_is_logged_and_counts_in_the_schedule(
     tmp_path, capsys
 ):
