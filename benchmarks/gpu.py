@@ -13,6 +13,7 @@ early and solves nothing, so a run measures the cost of a step and not learning.
 
 Run it:  python benchmarks/gpu.py                        3B: minutes on a card of 80 GB or more
          python benchmarks/gpu.py --shape 0.5B           on a smaller card
+         python benchmarks/gpu.py -- OPTIONS             pass OPTIONS to train.py
 Without a GPU, `--shape tiny --context 1024` runs everything on a small scale.
 Read next: recipes/memory.py.
 """
@@ -263,6 +264,7 @@ def main() -> int:
     parser = make_parser(__doc__, 3)
     parser.add_argument("--shape", choices=SHAPES, default="3B", help="size of the model")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens per trajectory")
+    parser.add_argument("words", nargs="*", help="options for train.py; write -- before them")
     o = parser.parse_args()
     shape, on_gpu = SHAPES[o.shape], torch.cuda.is_available()
     if not on_gpu and o.shape != "tiny":
@@ -271,9 +273,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(shape, Path(folder))
         clock.release_memory()
-        words = () if on_gpu else ON_CPU
+        words = [*(() if on_gpu else ON_CPU), *o.words]
         runs = {name: play(Path(folder), [*lora, *words]) for name, lora in RUNS.items()}
-    write_result(o, f"gpu-{o.shape}.json", {"shape": o.shape, "update": updates, "runs": runs})
+    result = {"shape": o.shape, "words": o.words, "update": updates, "runs": runs}
+    write_result(o, f"gpu-{o.shape}.json", result)
     print("\n".join(["", *update_table(updates), "", *run_table(runs)]))
     return 0
 

@@ -77,14 +77,6 @@ def oracle_batch(tokenizer: Any, num_tasks: int) -> Batch:
     return make_batch(episodes, tokenizer.pad_token_id or 0)
 
 
-def make_learner(path: str) -> Learner:
-    """The policy of a checkpoint with AdamW, set up as in training."""
-    accelerator = distributed.make_accelerator(precision.choose("auto").autocast)
-    model = distributed.shard(accelerator, load_policy(path).train())
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    return Learner(accelerator, model, adamw)
-
-
 def bare(policy: Any, batch: Batch, cuts: list[list[int]], objective: Objective) -> None:
     """Only the loss and its gradient on the micro-batches `cuts`."""
     device = next(policy.parameters()).device
@@ -116,8 +108,11 @@ def measure(model: str, num_tasks: int, num_repeats: int) -> dict[str, Any]:
     path = resolve_model(model)
     batch = oracle_batch(load_tokenizer(path), num_tasks)
     batch.advantages, _ = grpo(batch.token_rewards, batch.loss_mask, batch.group_ids)
-    learner = make_learner(path)
-    plain = load_policy(path).train().to(learner.accelerator.device)
+    accelerator = distributed.make_accelerator(precision.choose("auto").autocast)
+    policy = distributed.shard(accelerator, load_policy(path).train())
+    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    learner = Learner(accelerator, policy, adamw)
+    plain = load_policy(path).train().to(accelerator.device)
     c = Config()
     # One optimizer step, so `ours` has the same micro-batches as `bare`.
     objective = Objective(

@@ -420,13 +420,12 @@ def speed() -> list[str]:
     rows = []
     for name, slots, options in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
         no_delay, delay, tail = (read(name)["summary"][key] for key in ("none", "100 ms", "tail"))
-        setting = f"rollout loop, 64 trajectories, {slots} engine slots"
+        text = f"rollout loop, 64 trajectories, {slots} engine slots: tokens/s relative to"
         command = f"`python benchmarks/rollout.py{options}`"
         ratios = f"{no_delay['ratio_to_engine']:.2f}; {delay['ratio_to_engine']:.2f}"
-        text = f"{setting}: tokens/s relative to the bare engine, steps of 0 and 100 ms"
-        rows.append((text, ratios, "-; 0.85", command))
-        text = f"{setting}: tokens/s relative to a lockstep loop, 5 % of steps take 2 s"
-        rows.append((text, f"{tail['ratio_to_lockstep']:.1f}", "1.5", command))
+        rows.append((f"{text} the bare engine, steps of 0 and 100 ms", ratios, "-; 0.85", command))
+        ratio = f"{tail['ratio_to_lockstep']:.1f}"
+        rows.append((f"{text} a lockstep loop, 5 % of steps take 2 s", ratio, "1.5", command))
     for model, options in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
         text = f"update, {model}: tokens/s relative to a bare forward and backward pass"
         command = f"`python benchmarks/update.py --model {model}{options}`"

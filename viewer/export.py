@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import quote
 
 from run.files import atomic_path
-from viewer.overview import overview, summarize_failures
-from viewer.server import PAGE, as_json, describe
+from viewer.overview import overview
+from viewer.server import FILE_VIEWS, PAGE, as_json, describe
 from viewer.sources import NoSource, Source
 from viewer.trajectories import groups_of, trajectory_view
 
@@ -74,9 +74,9 @@ def answers(sources: Sequence[Source]) -> Iterator[tuple[str, Any]]:
     """(path, answer) for every request that the page can make."""
     site = describe(sources, can_play=False) | {"live": False}
     for source_info, source in zip(site["sources"], sources, strict=True):
-        counts = {file["name"]: len(source.lines(file["name"])) for file in source_info["files"]}
-        files = [file | {"count": counts[file["name"]]} for file in source_info["files"]]
-        source_info["files"] = [file for file in files if file["count"]]
+        for file in source_info["files"]:
+            file["count"] = len(source.lines(file["name"]))
+        source_info["files"] = [file for file in source_info["files"] if file["count"]]
     yield "sources", site
     for source_info, source in zip(site["sources"], sources, strict=True):
         yield f"overview/{source.number}", overview(source)
@@ -86,9 +86,8 @@ def answers(sources: Sequence[Source]) -> Iterator[tuple[str, Any]]:
 
 def answers_of_file(source: Source, name: str) -> Iterator[tuple[str, Any]]:
     lines, path = source.lines(name), f"{source.number}/{quote(name, safe='')}"
-    yield f"list/{path}", {"rows": lines.rows}
-    yield f"groups/{path}", {"groups": groups_of(lines)}
-    yield f"wrong/{path}", summarize_failures(lines)
+    for kind, file_view in FILE_VIEWS.items():
+        yield f"{kind}/{path}", file_view(lines)
     for number in range(len(lines)):
         view = trajectory_view(source, name, number) | {"can_reenact": False}
         yield f"trajectory/{path}/{number}", view

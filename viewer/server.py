@@ -38,7 +38,7 @@ from fastapi.staticfiles import StaticFiles
 from viewer.overview import differing_options, overview, summarize_failures
 from viewer.play import Play, PlayError, reenact
 from viewer.sources import Source
-from viewer.trajectories import groups_of, search, trajectory_view
+from viewer.trajectories import Lines, groups_of, search, trajectory_view
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -54,6 +54,12 @@ HEADERS = {
 }
 # HTTP status of an exception. RecursionError: a state is nested too deeply to be written as JSON.
 STATUS = {PlayError: 409, LookupError: 404, OSError: 404, ValueError: 400, RecursionError: 400}
+# The answers about a whole file, from its index.
+FILE_VIEWS: dict[str, Callable[[Lines], Any]] = {
+    "list": lambda lines: {"rows": lines.rows},
+    "groups": lambda lines: {"groups": groups_of(lines)},
+    "wrong": summarize_failures,
+}
 NO_TOKEN = "Open the address that replay.py printed when it started: it ends with a token."
 MAX_HITS = 500  # of a search
 PROGRESS_S = 0.2  # between two progress lines of a search
@@ -140,17 +146,9 @@ def add_data(app: FastAPI, sources: Sequence[Source], can_play: bool) -> None:
     def overview_of(number: int) -> Response:
         return answer(overview(sources[number]))
 
-    @app.get("/api/list/{number}/{name}")
-    def rows(number: int, name: str) -> Response:
-        return answer({"rows": sources[number].lines(name).rows})
-
-    @app.get("/api/groups/{number}/{name}")
-    def groups(number: int, name: str) -> Response:
-        return answer({"groups": groups_of(sources[number].lines(name))})
-
-    @app.get("/api/wrong/{number}/{name}")
-    def wrong(number: int, name: str) -> Response:
-        return answer(summarize_failures(sources[number].lines(name)))
+    @app.get("/api/{kind}/{number}/{name}")
+    def file_view(kind: str, number: int, name: str) -> Response:
+        return answer(FILE_VIEWS[kind](sources[number].lines(name)))
 
     @app.get("/api/trajectory/{number}/{name}/{line}")
     def trajectory(number: int, name: str, line: int) -> Response:

@@ -60,8 +60,7 @@ class Source:
 
     def objects(self, *patterns: str) -> list[dict[str, Any]]:
         """The JSON object in each of these files; {} for anything else."""
-        paths = [path for pattern in patterns for path in regular_files(self.path, pattern)]
-        return [parse(path.read_bytes()) or {} for path in paths]
+        return [parse(path.read_bytes()) or {} for path in regular_files(self.path, *patterns)]
 
     def rows(self, log: str) -> list[dict[str, Any]]:
         """The rows of a log; lines that are not a JSON object with a step are skipped."""
@@ -188,14 +187,9 @@ class EvaluationSource(Source):
     evaluations = ("eval.json", "*/eval.json")
 
     def files(self) -> list[TrajectoryFile]:
-        patterns = ("trajectories.jsonl", "*/trajectories.jsonl")
-        return [
-            TrajectoryFile(
-                "trajectories" if path.parent == self.path else path.parent.name, path, "eval", None
-            )
-            for pattern in patterns
-            for path in regular_files(self.path, pattern)
-        ]
+        paths = regular_files(self.path, "trajectories.jsonl", "*/trajectories.jsonl")
+        names = ["trajectories" if p.parent == self.path else p.parent.name for p in paths]
+        return [TrajectoryFile(*pair, "eval", None) for pair in zip(names, paths, strict=True)]
 
     def config(self) -> dict[str, Any]:
         saved = self.objects("config.json", "eval.json")
@@ -229,10 +223,11 @@ def open_source(number: int, path: Path) -> Source:
     raise NoSource(f"{path} contains neither a run nor an evaluation{hint}")
 
 
-def regular_files(folder: Path, pattern: str) -> list[Path]:
+def regular_files(folder: Path, *patterns: str) -> list[Path]:
     """The files in `folder`, or in folders in it, that match: no symbolic links, pipes or devices,
     and no names that cannot be shown."""
-    paths = sorted(p for p in folder.glob(pattern) if p.is_file() and not p.is_symlink())
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    paths = [p for p in paths if p.is_file() and not p.is_symlink()]
     paths = [p for p in paths if p.parent == folder or not p.parent.is_symlink()]
     return [path for path in paths if str(path.relative_to(folder)).isprintable()]
 
