@@ -201,8 +201,7 @@ def list_text(source: Source, name: str, only_failures: bool) -> str:
             f"{score:>6} {row['num_turns']:5d}"
         )
     if len(selection) > MAX_ROWS:
-        hint = "--trajectory ID prints one, turn by turn"
-        lines.append(f"... and {len(selection) - MAX_ROWS} more; {hint}")
+        lines.append(f"... and {len(selection) - MAX_ROWS} more; --trajectory ID prints one")
     return "\n".join(lines)
 
 

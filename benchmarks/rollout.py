@@ -117,18 +117,6 @@ def play_engine(engine: VLLMEngine, opening: list[int], observation: list[int]) 
     return {"tokens": tokens, "seconds": time.perf_counter() - start}
 
 
-def play_collect(
-    engine: VLLMEngine,
-    pool: EnvPool,
-    chat: ChatTemplate,
-    requests: list[RolloutRequest],
-    settings: RolloutSettings,
-) -> Figures:
-    log = RolloutLog()
-    collect(engine, pool, chat, requests, settings, log)
-    return {"tokens": log.generated_tokens, "seconds": log.seconds}
-
-
 def play_lockstep(
     engine: VLLMEngine,
     pool: EnvPool,
@@ -189,11 +177,16 @@ def measure(model: str, max_num_seqs: int, num_repeats: int) -> list[dict[str, A
         task = Task(f"delay_{index}", index, Delay.subtask(index))
         seeds = enumerate(range(1000 * repeat, 1000 * repeat + TRAJECTORIES))
         requests = [RolloutRequest(task, 0, k, seed, repeat, NUM_TURNS) for k, seed in seeds]
-        common = (engine, pool, chat, requests, settings)
+
+        def play_collect() -> Figures:
+            log = RolloutLog()
+            collect(engine, pool, chat, requests, settings, log)
+            return {"tokens": log.generated_tokens, "seconds": log.seconds}
+
         loops: dict[str, Callable[[], Figures]] = {
             "engine": partial(play_engine, engine, opening, observation),
-            "collect": partial(play_collect, *common),
-            "lockstep": partial(play_lockstep, *common),
+            "collect": play_collect,
+            "lockstep": partial(play_lockstep, engine, pool, chat, requests, settings),
         }
         print(f"repeat {repeat + 1} of {num_repeats}, {task.subtask}:", flush=True)
         return {name: timed(name, loop) for name, loop in loops.items()}

@@ -206,14 +206,6 @@ def seeds_of(figure: str, name: str) -> tuple[int, ...]:
     return ARMS[name].seeds if name in ARMS else SEEDS
 
 
-def runs_behind(figure: str, results: Results) -> dict[str, list[Result]]:
-    """Arm -> its available results for the figure, by seed."""
-    return {
-        name: [results[name, seed] for seed in seeds_of(figure, name) if (name, seed) in results]
-        for name in FIGURES[figure]
-    }
-
-
 def run_queue(figures: Sequence[str]) -> list[tuple[str, int]]:
     """The runs behind the figures, each once: the first seed of every arm, then the second seed."""
     runs = dict.fromkeys(

@@ -182,8 +182,12 @@ def laboratory_results(uncommitted: bool) -> miniature.Results:
 
 def runs_of(name: str) -> Runs:
     """The arms of a figure that have results."""
-    runs = miniature.runs_behind(name, laboratory_results(include_uncommitted))
-    return {arm: results for arm, results in runs.items() if results}
+    results = laboratory_results(include_uncommitted)
+    runs: dict[str, list[Result]] = {}
+    for arm in miniature.FIGURES[name]:
+        keys = [(arm, seed) for seed in miniature.seeds_of(name, arm)]
+        runs[arm] = [results[key] for key in keys if key in results]
+    return {arm: arm_results for arm, arm_results in runs.items() if arm_results}
 
 
 def in_tier(reading: Reading, tier: str) -> Reading:
@@ -219,13 +223,12 @@ def comparison(
     lines += [*markdown(titles, rows), ""]
     gains = []
     for arm, baseline in pairs:
-        texts = [
-            compare(runs[arm], runs[baseline], reading_within(n), reading_within(n))
-            if baseline in runs
-            else compare(runs[arm], runs[arm], reading_within(n), partial(start, within=n))
-            for n in (FEW_TURNS, ALL_TURNS)
-        ]
-        gains.append((f"{arm} − {baseline}", *texts))
+        cells = []
+        for n in (FEW_TURNS, ALL_TURNS):
+            base_reading = reading_within(n) if baseline in runs else partial(start, within=n)
+            base_runs = runs.get(baseline, runs[arm])
+            cells.append(compare(runs[arm], base_runs, reading_within(n), base_reading))
+        gains.append((f"{arm} − {baseline}", *cells))
     titles = f"difference, points | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
     return lines + markdown(titles, gains)
 

@@ -24,7 +24,7 @@ from envs import ENVS, get_env, load_tasks
 from run.errors import RunFailed
 from run.files import make_folder
 from trajectory import Trajectory, Turn
-from viewer.trajectories import opening_of, split_action, task_of
+from viewer.trajectories import opening_of, task_of, turn_view
 
 if TYPE_CHECKING:
     from sampling.chatapi import ChatApi
@@ -122,14 +122,14 @@ class Play:
         cannot be played."""
         environments = []
         for env in ENVS:
-            fields: dict[str, Any]
+            fields: dict[str, Any] = {"env": env, "why_not": None}
             try:
                 tests = load_tasks(env, "test")
-                fields = {"tasks": len(tests), "first": tests[0].task_index, "why_not": None}
+                fields |= {"tasks": len(tests), "first": tests[0].task_index}
                 fields["last"] = get_env(env).num_tasks() - 1
             except (ImportError, OSError, ValueError) as error:
-                fields = {"why_not": f"{error}; run `make setup ENV={env}`"}
-            environments.append({"env": env} | fields)
+                fields["why_not"] = f"{error}; run `make setup ENV={env}`"
+            environments.append(fields)
         return {"worlds": environments, "model": self.model and self.model.model}
 
     def new(self, env: str, task_index: int) -> dict[str, Any]:
@@ -217,14 +217,9 @@ class Play:
             "observation": last.observation_text if last else t.messages[-1]["content"],
             "state": last.state if last else t.first_state,
             "available": available,
-            "turns": [turn_view(turn) for turn in t.turns],
+            # The time to generate is not shown, since a person may have typed the action.
+            "turns": [turn_view(vars(turn) | {"generate_s": None}) for turn in t.turns],
             "done": t.stop_reason is not None,
             "reward": t.total_return,
             "success": t.success,
         }
-
-
-def turn_view(turn: Turn) -> dict[str, Any]:
-    thought, action = split_action(turn.action_text)
-    names = ("action_text", "observation_text", "reward", "parse_error", "env_s")
-    return {"thought": thought, "action": action, **{n: getattr(turn, n) for n in names}}

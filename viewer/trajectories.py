@@ -279,9 +279,16 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
     lines = source.lines(name)
     row, line = lines.rows[number], lines.read(number)
     tokens = partial(tokens_between, line, source.text_of)
-    turns, actions = line["turns"], actions_of(line)
-    starts = [(turn.get("action_span") or [None])[0] for turn in turns]
+    spans = [(*(turn.get("action_span") or ()), None, None)[:2] for turn in line["turns"]]
+    starts = [start for start, _ in spans]
+    turns = [turn_view(turn) for turn in line["turns"]]
+    for turn, (start, end), next_start in zip(turns, spans, [*starts[1:], None], strict=False):
+        turn["action_tokens"] = tokens(start, end)
+        turn["observation_tokens"] = tokens(end, next_start)
     group = [r for r in lines.rows if r["group_id"] is not None and group_key(r) == group_key(row)]
+    actions = {
+        r["line"]: [turn["action_text"] for turn in lines.read(r["line"])["turns"]] for r in group
+    }
     env, index = task_of(line, source.env) or ("", 0)
     fields = ("seed", "max_rounds", "weight_version", "terminated", "truncated", "first_state")
     return {
@@ -289,15 +296,10 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
         **{field: line.get(field) for field in fields},
         "opening": opening_of(line),
         "opening_tokens": tokens(0, starts[0] if starts else None),
-        "turns": [
-            turn_view(turn, tokens, next_start)
-            for turn, next_start in zip(turns, [*starts[1:], None], strict=False)
-        ],
+        "turns": turns,
         "group": group,
         "parts_at": {
-            str(sibling["line"]): first_difference(actions, actions_of(lines.read(sibling["line"])))
-            for sibling in group
-            if sibling is not row
+            str(n): first_difference(actions[number], actions[n]) for n in actions if n != number
         },
         "agenttraj": to_agenttraj(str(row["task_id"]), line["messages"]),
         "command": f"python -m envs.{env} --task-index {index}" if env in ENVS else None,
@@ -307,26 +309,12 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
     }
 
 
-def actions_of(line: Mapping[str, Any]) -> list[str]:
-    return [turn["action_text"] for turn in line["turns"]]
-
-
-def turn_view(
-    turn: Mapping[str, Any],
-    tokens: Callable[[int | None, int | None], dict[str, Any] | None],
-    next_start: int | None,
-) -> dict[str, Any]:
+def turn_view(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts and numbers of a turn."""
     thought, action = split_action(turn["action_text"])
-    span: list[int] = turn.get("action_span") or []
-    start, end = (*span, None, None)[:2]
     names = ("action_text", "observation_text", "reward", "parse_error", "generate_s", "env_s")
-    return {
-        **{name: turn.get(name) for name in (*names, "state")},
-        "thought": thought,
-        "action": action,
-        "action_tokens": tokens(start, end),
-        "observation_tokens": tokens(end, next_start),
-    }
+    fields = {name: turn.get(name) for name in (*names, "state")}
+    return {"thought": thought, "action": action, **fields}
 
 
 def tokens_between(
