@@ -335,8 +335,10 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         return self._request(method, path, {self._wire.session_field: self._session_id, **fields})
 
     def _field(self, answer: Any, path: str, name: str, kind: Any) -> Any:
-        """answer[name], or the answer itself, since AgentGym's /observation is a bare string."""
-        value = answer[name] if isinstance(answer, dict) and name in answer else answer
+        """answer[name]; outside /step and /oracle, also the answer itself, since AgentGym's
+        /observation is a bare string."""
+        bare = None if path in ("/step", "/oracle") else answer
+        value = answer.get(name, bare) if isinstance(answer, dict) else bare
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self._unexpected(answer, path, f"a field {name!r}")
         return value

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 TOLERANCE = 1e-6  # rounding error of summed rewards: 1/100 added a hundred times is not exactly 1
+CLIENT_KEYS = ("parse_error", "rejected")  # of info: only our client writes them, for invalid texts
 
 
 class Outcome(NamedTuple):
@@ -25,7 +26,7 @@ class Outcome(NamedTuple):
     reward: float  # an increment of 0..1
     terminated: bool
     truncated: bool
-    info: dict[str, Any]  # "success", "score", and anything the server adds
+    info: dict[str, Any]  # "success", "score", and what the server adds, except CLIENT_KEYS
 
 
 class Wire:
@@ -93,7 +94,8 @@ class Wire:
             reward = max(0.0, min(1.0, _number(answer, "score") / self.points) - past_return)
         score = past_return + reward
         if not -TOLERANCE <= score <= 1 + TOLERANCE:
-            raise ValueError(f"rewards that sum to 0..1 after every step, not to {score:g}")
+            hint = "; a penalty must not bring the sum below 0" if score < 0 else ""
+            raise ValueError(f"rewards that sum to 0..1 after every step, not to {score:g}{hint}")
         truncated = _flag(answer, "truncated") if "truncated" in answer else False
         if "terminated" in answer:
             terminated = _flag(answer, "terminated")
@@ -103,7 +105,7 @@ class Wire:
         # AgentGym's answers do not contain "info".
         info = {"success": terminated and score > self.min_success_return - 1e-9, "score": score}
         if isinstance(answer.get("info"), Mapping):
-            info |= answer["info"]
+            info |= {k: v for k, v in answer["info"].items() if k not in CLIENT_KEYS}
         _flag(info, "success")
         return Outcome(reward, terminated, truncated, info)
 

@@ -203,9 +203,10 @@ def test_done_means_terminated_unless_the_server_sends_terminated_and_truncated(
 
 def test_score_is_the_sum_of_rewards_unless_the_server_sends_a_score(server, client):
     answer = STEP | {"reward": 0.25}
-    with_score = answer | {"info": {"score": 70}}
+    with_score = answer | {"info": {"score": 70, "parse_error": True, "rejected": {}}}
     server.script["/step"] = [(200, answer), (200, answer), (200, with_score)]
-    assert [client.step(ACTION).info["score"] for _ in range(3)] == [0.25, 0.5, 70]
+    infos = [client.step(ACTION).info for _ in range(3)]
+    assert infos == [{"success": False, "score": score} for score in (0.25, 0.5, 70)]
     client.reset(1)
     server.script["/step"] = [(200, answer | {"reward": 0.6})] * 2
     assert client.step(ACTION).info["score"] == 0.6
@@ -248,11 +249,12 @@ FAILURES = [
     ((413, "<html>413 Request Entity Too Large</html>"), EnvProtocolError, "413"),
     ((422, {"detail": [{"msg": "Field required"}]}), EnvProtocolError, "Field required"),
     # In the past, each of these was trained on or ended the run with a traceback.
+    ((200, '"Got 1 oak log"'), EnvProtocolError, "'observation'"),
     ((200, STEP | {"observation": None}), EnvProtocolError, "'observation'"),
     ((200, STEP | {"observation": "x" * 1_100_000}), EnvProtocolError, "larger than 1048576"),
     ((200, STEP | {"reward": "1"}), EnvProtocolError, "number 'reward'"),
     ((200, STEP | {"reward": 10**400}), EnvProtocolError, "a finite number"),
-    ((200, STEP | {"reward": -5}), EnvProtocolError, "not to -5"),
+    ((200, STEP | {"reward": -5}), EnvProtocolError, "not to -5; a penalty must not"),
     ((200, {"observation": "o", "reward": 0}), EnvProtocolError, "'done'"),
     ((200, PAYS | {"truncated": "false"}), EnvProtocolError, "'truncated' that is true or false"),
     ((200, PAYS | {"info": {"success": "false"}}), EnvProtocolError, "'success'"),
