@@ -20,13 +20,14 @@ tokens in the batch. Read next: `engines.py`, the samplers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
@@ -227,22 +228,32 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = _load(AutoConfig, path)
-    config._attn_implementation = None  # a file may name a kernel on the hub, which is code too
-    # A model of texts and images has a config for each; only the text part is trained.
-    text = config.get_text_config()
-    dropouts = [name for name in vars(text) if name.endswith(("dropout", "pdrop"))]
-    text.update({name: 0.0 for name in dropouts if getattr(text, name)})
-    return _load(AutoModelForCausalLM, path, config=config, dtype=dtype)
+    # By default, transformers would ask on stdin whether to run code that comes with a checkpoint.
+    options: dict[str, Any] = {"trust_remote_code": False}
+    with _loading(path):
+        config = AutoConfig.from_pretrained(path, **options)
+        config._attn_implementation = None  # a file may name a kernel on the hub, which is code too
+        # A model of texts and images has a config for each; only the text part is trained.
+        text = config.get_text_config()
+        dropouts = [name for name in vars(text) if name.endswith(("dropout", "pdrop"))]
+        text.update({name: 0.0 for name in dropouts if getattr(text, name)})
+        options |= {"config": config, "dtype": dtype, "output_loading_info": True}
+        lm, report = AutoModelForCausalLM.from_pretrained(path, **options)
+        if missing := sorted(report["missing_keys"]):  # tied weights are not among them
+            raise ValueError(f"its files lack {len(missing)} weights, for example {missing[0]}")
+    return lm
 
 
-def _load(kind: Any, path: str, **options: Any) -> Any:
-    """`kind.from_pretrained(path)`, without running code that comes with the checkpoint (by default
-    transformers would ask on stdin). ValueError, in one line, if it cannot be loaded."""
+@contextlib.contextmanager
+def _loading(path: str) -> Iterator[None]:
+    """Turn an error that a checkpoint's files cause in this block into a ValueError of one line.
+    transformers does not check the files, so damaged ones raise errors of any class."""
     try:
-        return kind.from_pretrained(path, trust_remote_code=False, **options)
-    except (ImportError, OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        yield
+    except Exception as error:
+        if isinstance(error, (MemoryError, RuntimeError)) and "memory" in repr(error).lower():
+            raise  # `run.clock.advice` reports it
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         choices = "smollm2-135m, tiny, a checkpoint folder or a hub id"
         raise ValueError(f"--model {path} cannot be loaded; give {choices} ({reason})") from error
 
@@ -305,7 +316,8 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint; ValueError if it has no chat template."""
     from transformers import AutoTokenizer
 
-    tokenizer = _load(AutoTokenizer, path)
+    with _loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {path} has no chat template; use an instruct model, "
@@ -318,10 +330,9 @@ def stop_ids_of(path: str) -> tuple[int, ...]:
     """Stop ids in the checkpoint's generation_config.json, which vLLM uses too; () if none."""
     from transformers import GenerationConfig
 
-    try:
+    ids = None
+    with _loading(path), contextlib.suppress(OSError):  # OSError: there is no such file
         ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except (OSError, ValueError, KeyError):
-        return ()
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 

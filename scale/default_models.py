@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from run.errors import Misuse
-from run.files import build_folder, cache_dir
+from run.files import build_folder, cache_dir, read_text
 
 # Parts of their config.json, needed before the models are built.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -83,7 +83,8 @@ def local_folder(name: str) -> Path | None:
 def has_weights(folder: Path) -> bool:
     """False if weight files are missing, for example after an interrupted download."""
     for index in folder.glob("*.index.json"):
-        names = set((_read(index) or {}).get("weight_map", {}).values())
+        files_of = (_read(index) or {}).get("weight_map")  # name of a tensor -> its file
+        names = set(map(str, files_of.values())) if isinstance(files_of, dict) else None
         if names and all((folder / name).exists() for name in names):
             return True
     files = [p for ending in ("safetensors", "bin") for p in folder.glob(f"*.{ending}")]
@@ -167,7 +168,7 @@ def check_model(name: str, option: str = "--model") -> None:
     if "auto_map" in (config := model_config(name)):
         from transformers import CONFIG_MAPPING  # the import takes seconds
 
-        if config.get("model_type") not in CONFIG_MAPPING:
+        if str(config.get("model_type")) not in CONFIG_MAPPING:
             advice = "choose a model whose code is part of transformers"
             raise Misuse(f"{option} {name} needs its own code, which is never run here; {advice}")
 
@@ -208,6 +209,8 @@ def check_length(name: str, tokens: int) -> None:
     config = model_config(name)
     positions = config.get("max_position_embeddings") or tokens
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(positions, int) or not isinstance(scaling, dict):
+        raise Misuse(f"--model {name}: its config.json has a value of the wrong type")
     if tokens > positions and scaling.get("rope_type", "default") == "default":
         raise Misuse(f"--max-trajectory-tokens {tokens}: {name} has only {positions} positions")
 
@@ -236,7 +239,7 @@ def best_checkpoint(run: Path) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file does not hold one."""
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+    with suppress(ValueError, RecursionError):
+        content = json.loads(read_text(path))
         return content if isinstance(content, dict) else None
     return None
