@@ -69,17 +69,25 @@ def action_in(env_class: Any, model_text: str) -> str:
     return call_static(env_class, "parse", without_thought(model_text))
 
 
+# A mark before a thought, or one behind it, which matches a group.
+THOUGHT_MARK = re.compile(
+    r"(?i)<(/)?(?:seed:)?(?:think|thinking|thought|reasoning)>|\[(/)?THINK]|◁(/)?think▷"
+    r"|<\|(?:begin|(end))_of_thought\|>|<\|(?:START|(END))_THINKING\|>"
+    r"|<\|channel>thought|(<channel\|>)|<\|channel\|>(?:analysis|(final))<\|message\|>"
+)
+
+
 def without_thought(model_text: str) -> str:
-    """The text after the policy's thought, which reasoning models write as <think> ... </think>.
-    Raises ParseError if the thought does not end.
+    """The text after the policy's thought, which reasoning models write as <think> ... </think> or
+    between other marks. Raises ParseError if the thought does not end.
 
     >>> without_thought("<think>Action: fly? No.</think>\\nAction: go")
     '\\nAction: go'
     """
-    answer = model_text.rpartition("</think>")[2]
-    if "<think>" in answer:
+    *_, last = [None, *THOUGHT_MARK.finditer(model_text)]
+    if last and not last.lastindex:
         raise ParseError("Your thought does not end. Write </think> and then the action.")
-    return answer
+    return model_text[last.end() :] if last else model_text
 
 
 def say(thought: str, action: str) -> str:

@@ -115,9 +115,9 @@ class HttpClient:
         except TimeoutError as error:
             raise ExchangeTimeout(f"no answer within {total_s:.3g} s") from error
         except (OSError, IncompleteRead) as error:
-            raise ConnectionLost(_one_line(error)) from error
+            raise ConnectionLost(_one_line(error, headers)) from error
         except (HTTPException, ValueError) as error:
-            raise InvalidAnswer(f"the answer is not HTTP ({_one_line(error)})") from error
+            raise InvalidAnswer(f"the answer is not HTTP ({_one_line(error, headers)})") from error
 
     def abort(self) -> None:
         """End all exchanges; they and all later ones raise ConnectionLost in their threads."""
@@ -179,7 +179,9 @@ class HttpClient:
             if self.is_aborted:
                 raise ConnectionLost("this client has been aborted")
             sock.settimeout(max(end - time.monotonic(), 0.001))
-            connection.response_class = partial(_Response, end=end)  # type: ignore[assignment]
+            max_bytes = 8 * self.max_bytes  # with framing: a chunk of one byte takes six
+            response_class = partial(_Response, end=end, max_bytes=max_bytes)
+            connection.response_class = response_class  # type: ignore[assignment]
             connection.request(method, request_target, content, headers)
             response = connection.getresponse()
             body = response.read(self.max_bytes + 1)
@@ -205,18 +207,19 @@ class HttpClient:
 
 class _Response(HTTPResponse):
     """An answer whose headers and body must be complete by the time `end`. A socket time-out is not
-    enough: it restarts with every byte, so headers could trickle in forever."""
+    enough: it restarts with every byte, so headers could trickle in forever. The bytes are
+    limited, too: http.client reads a chunk of size -1 until the connection ends."""
 
-    def __init__(self, sock: socket.socket, end: float, **options: Any) -> None:
+    def __init__(self, sock: socket.socket, end: float, max_bytes: int, **options: Any) -> None:
         super().__init__(sock, **options)
-        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, end))
+        self.fp = io.BufferedReader(_Limited(self.fp.detach(), sock, end, max_bytes))
 
 
-class _Timed(io.RawIOBase):
-    """Reads a socket until the time `end`, in seconds of time.monotonic()."""
+class _Limited(io.RawIOBase):
+    """Reads up to max_bytes from a socket, until the time `end`, in seconds of time.monotonic()."""
 
-    def __init__(self, raw: Any, sock: socket.socket, end: float) -> None:
-        self._raw, self._sock, self._end = raw, sock, end
+    def __init__(self, raw: Any, sock: socket.socket, end: float, max_bytes: int) -> None:
+        self._raw, self._sock, self._end, self._max_bytes = raw, sock, end, max_bytes
 
     def readable(self) -> bool:
         return True
@@ -226,7 +229,11 @@ class _Timed(io.RawIOBase):
         if remaining_s <= 0:
             raise TimeoutError
         self._sock.settimeout(remaining_s)
-        return self._raw.readinto(buffer)
+        num_bytes = self._raw.readinto(buffer)
+        self._max_bytes -= num_bytes
+        if self._max_bytes < 0:
+            raise InvalidAnswer("the answer is too large")
+        return num_bytes
 
     def close(self) -> None:
         self._raw.close()
@@ -241,8 +248,9 @@ def _is_readable(connection: HTTPConnection) -> bool:
     return bool(poll.poll(0))
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}"[:200].split())
+def _one_line(error: BaseException, headers: Mapping[str, str] | None) -> str:
+    key = (headers or {}).get("Authorization", "").removeprefix("Bearer ")  # servers repeat it
+    return " ".join(masked(f"{type(error).__name__}: {error}", key)[:200].split())
 
 
 # ----------------------------------------------------------------------------------------- content

@@ -29,6 +29,8 @@ from envclient import (
     connect,
     local_server,
 )
+from envs import ParseError
+from envs.common import without_thought
 
 ROOT = Path(__file__).parents[1]
 ACTION = "Thought: look.\nAction: inventory"
@@ -231,6 +233,18 @@ def test_a_text_that_cannot_be_played_earns_0_and_the_episode_continues(server, 
     assert client.step(ACTION).observation == "Got 1 oak log"
     client.step(f"<think>Action: fly?</think> Action: swim? No.</think>\n{ACTION}")
     assert server.log[-1] == ("/step", {"id": 0, "action": "inventory"}), "thoughts are not played"
+
+
+def test_a_thought_between_the_marks_of_any_model_is_not_played():
+    pairs = [(f"<{n}>", f"</{n}>") for n in ("THINK", "thinking", "thought", "reasoning")]
+    pairs += [("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷")]
+    pairs += [("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|channel>thought", "<channel|>")]
+    pairs += [("<|START_THINKING|>", "<|END_THINKING|>")]
+    pairs += [("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")]
+    for begin, end in pairs:
+        assert without_thought(f"{begin}Action: fly?{end}a{begin}{end}{ACTION}") == ACTION
+        with pytest.raises(ParseError, match="does not end"):
+            without_thought(f"{begin}{end}{begin}{ACTION}")
 
 
 # --- Failures of the server: one error class each, with address, status and body -----------------

@@ -22,6 +22,7 @@ from envs.http import (
 )
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKS = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @contextlib.contextmanager
@@ -66,14 +67,23 @@ def response(body):
         (b"SSH-2.0-OpenSSH_9.6\r\n", InvalidAnswer, "not HTTP"),
         (b"", ConnectionLost, "closed connection"),
         (HEAD + b"Content-Length: 700\r\n\r\n[1,2]", ConnectionLost, "IncompleteRead"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[1", ConnectionLost, "Incomplete|Error"),
+        (CHUNKS + b"5\r\n[1", ConnectionLost, "Incomplete|Error"),
+        (CHUNKS + b"-1\r\n" + b" " * 10_000_000, InvalidAnswer, "too large"),
     ],
-    ids=["10 MB", "not HTTP", "connection closed", "truncated", "truncated in a chunk"],
+    ids=["10 MB", "not HTTP", "connection closed", "truncated", "truncated in a chunk", "chunk -1"],
 )
 def test_a_bad_answer_is_one_named_error(answer, kind, message):
     with serve_bytes(answer) as url, pytest.raises(ExchangeError, match=message) as error:
         HttpClient(url, 20.0).ask("GET", "/")
     assert type(error.value) is kind and "\n" not in str(error.value)
+
+
+def test_an_error_does_not_quote_a_part_of_the_key():
+    headers = {"Authorization": "Bearer sk-0123456789"}
+    answer = serve_bytes(b"x" * 180 + b"sk-0123456789")
+    with answer as url, pytest.raises(InvalidAnswer, match="xxx[*]+") as error:
+        HttpClient(url, 20.0).ask("GET", "/", headers=headers)
+    assert "sk-" not in str(error.value)
 
 
 @pytest.mark.parametrize(("start", "piece"), [(HEAD + b"\r\n", b"x"), (HEAD, b"X: y\r\n")])
