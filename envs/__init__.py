@@ -57,6 +57,7 @@ from typing import Any
 
 import pydantic
 
+from envs.http import encodable
 from envs.wire import Wire as Wire
 from run.errors import RunFailed
 from run.files import read_text
@@ -189,14 +190,16 @@ def call_static(env_class: Any, method: str, *arguments: Any) -> str:
     subtask or variant returns something else."""
     try:
         text = getattr(env_class, method, str)(*arguments)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if isinstance(error, ParseError) and method == "parse":
-            raise
+            raise ParseError(encodable(str(error))) from error
         problem = f"fails in {method}() ({error_line(error, env_class)})"
         raise ClassError(env_class, problem) from error
     if not isinstance(text, str) and not method.endswith("_shared"):
         raise ClassError(env_class, f"returns {text!r:.60} from {method}()")
-    return text
+    return encodable(text) if isinstance(text, str) else ""
 
 
 def error_line(error: BaseException, env_class: Any) -> str:
@@ -204,7 +207,8 @@ def error_line(error: BaseException, env_class: Any) -> str:
     module, trace = env_class.__module__, traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in trace if frame.f_globals.get("__name__") == module]
     where = f" at {module}, line {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return text.removeprefix(f"{type(error).__module__}.") + where
 
 
 def problem_of_messages(messages: Any) -> str | None:
@@ -221,6 +225,8 @@ def problem_of_messages(messages: Any) -> str | None:
         fields = message if isinstance(message, Mapping) else {}
         if {key: type(part) for key, part in fields.items()} != {"role": str, "content": str}:
             return f"{expected}, got {message!r:.80}"
+        if message["content"] != encodable(message["content"]):
+            return f"{message!r:.80} holds half of a surrogate pair"
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     if turns == ["user", "assistant"] * (len(turns) // 2):
@@ -320,7 +326,8 @@ def load_tasks(
         if index in tasks:
             raise ValueError(f"{path}: {task_id!r} is listed twice; list each task once")
         tasks[index] = Task(task_id, index, call_static(env_class, "subtask", index), name)
-    subtasks_of_env = {env_class.subtask(index) for index in range(num_tasks)} if subtasks else ()
+    indices = range(num_tasks) if subtasks else ()
+    subtasks_of_env = {call_static(env_class, "subtask", index) for index in indices}
     for subtask in subtasks:
         if subtask not in subtasks_of_env:
             choices = ", ".join(sorted(subtasks_of_env))

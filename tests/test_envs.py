@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toy_env import Letters, registered
@@ -13,8 +14,10 @@ from envclient import EnvError, connect, local_server
 from envs import (
     REQUIRED,
     NotResetError,
+    ParseError,
     Task,
     TaskIndexError,
+    call_static,
     env_name,
     get_env,
     load_tasks,
@@ -47,6 +50,18 @@ class Coin(TextCraft):
 
 
 World = Coin
+"""
+
+BAD = """class Bad(BaseException):
+    def __str__(self):
+        return 1 / 0
+
+
+def fail(text):
+    raise Bad
+
+
+World, Coin.parse = Coin, staticmethod(fail)
 """
 
 
@@ -134,6 +149,9 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
         ("staticmethod(lambda: 4)", "staticmethod(lambda: '4')", "returns '4' from num_tasks()"),
         ('lambda task_index: "coin"', "lambda task_index: task_index", "0 from subtask()"),
         ('lambda task_index: "coin"', "['coin'].__getitem__", "fails in subtask() (IndexError"),
+        ('lambda task_index: "coin"', "(['coin'] * 3).__getitem__", "subtask() (IndexError"),
+        ("Say heads", "\\ud800", "half of a surrogate pair"),
+        ("World = Coin", BAD, "in parse() (Bad: <exception str() failed> at far.coin"),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
         ("World = Coin", "raise SystemExit", "cannot be imported (SystemExit"),
         ("World = Coin", "import absent", "cannot be imported (ModuleNotFoundError: No module"),
@@ -154,7 +172,7 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
     coin_file.write_text(COIN.replace(old, new))
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         settings_of("far.coin:Coin")
-        load_tasks("far.coin:Coin")
+        load_tasks("far.coin:Coin", "train", subtasks=["coin"])
     assert str(error.value).startswith("environment far.coin:Coin: ")
     assert "\n" not in str(error.value)
 
@@ -217,6 +235,15 @@ def test_an_invalid_result_is_a_failure_of_the_environment(coin_file, method, ol
         client.reset(0)
         if method != "step":  # the other methods do not change the episode
             assert client.step("Action: heads").terminated
+
+
+def test_half_surrogate_pairs_in_the_texts_of_a_class_are_replaced():
+    def parse(text):
+        raise ParseError(text)
+
+    with pytest.raises(ParseError, match="^�$"):
+        call_static(SimpleNamespace(parse=parse), "parse", "\ud800")
+    assert call_static(SimpleNamespace(say=str), "say", "\ud800") == "�"
 
 
 def test_the_path_to_an_environment_may_be_relative(coin_file, monkeypatch):
