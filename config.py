@@ -588,7 +588,7 @@ POSITIVE = (
     *("eval_samples", "eval_start_samples", "eval_rounds", "lora_alpha"),
     *("samples", "limit", "env_workers"),  # of evaluate.py
     *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),  # of other methods
-    *("pairs_per_task", "keep_per_task", "beta"),
+    *("pairs_per_task", "keep_per_task", "beta", "rounds", "env_weights", "max_rounds"),
 )
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),
@@ -601,6 +601,8 @@ FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap")
 LIMITS: dict[str, int] = dict.fromkeys(FRACTIONS, 1) | {"seed": 2**32 - 1, "temperature": 2}
 LIMITS |= dict.fromkeys(("steps", "tasks_per_step", "group_size", "ppo_epochs"), 10**6)
 LIMITS |= dict.fromkeys(("eval_samples", "eval_start_samples", "samples"), 10**6)
+LIMITS |= dict.fromkeys(("rounds", "eval_rounds", "max_rounds", "env_weights"), 10**6)
+LIMITS |= dict.fromkeys(("epochs", "iterations", "num_demonstrations"), 10**6)
 LARGEST = 10**9  # of all other options
 MIN_TEMPERATURE = 0.01  # vLLM replaces a smaller one, so its log-probs would be wrong
 
@@ -634,15 +636,16 @@ def checked(config: Options) -> Options:
 def check_ranges(config: Any) -> None:
     """Raise Misuse for a number outside its range."""
     for name in (*POSITIVE, *NOT_NEGATIVE, *FRACTIONS):
-        value = getattr(config, name, None)  # None: not set, or not an option here
-        if value is None or (value == 0 and name in config.zero_allowed):
-            continue
-        if name in POSITIVE and not value > 0:
-            raise Misuse(f"{flag(name)} {value} must be above 0")
-        if not 0 <= value <= (limit := LIMITS.get(name, LARGEST)):
-            raise Misuse(f"{flag(name)} {value} must be between 0 and {limit:,}")
-        if name == "temperature" and value < MIN_TEMPERATURE:
-            raise Misuse(f"--temperature {value} must be at least {MIN_TEMPERATURE}")
+        setting = getattr(config, name, None)  # None: not set, or not an option here
+        for value in setting if isinstance(setting, tuple) else (setting,):
+            if value is None or (value == 0 and name in config.zero_allowed):
+                continue
+            if name in POSITIVE and not value > 0:
+                raise Misuse(f"{flag(name)} {value} must be above 0")
+            if not 0 <= value <= (limit := LIMITS.get(name, LARGEST)):
+                raise Misuse(f"{flag(name)} {value} must be between 0 and {limit:,}")
+            if name == "temperature" and value < MIN_TEMPERATURE:
+                raise Misuse(f"--temperature {value} must be at least {MIN_TEMPERATURE}")
 
 
 def check_environments(config: RunConfig) -> None:
@@ -651,7 +654,7 @@ def check_environments(config: RunConfig) -> None:
     short_names = [env_name(name) for name in names]
     if len(set(short_names)) < len(short_names):
         raise Misuse(f"--env {' '.join(names)} names an environment twice")
-    if weights and (len(weights) != len(names) or min(weights) < 1):
+    if weights and len(weights) != len(names):
         raise Misuse(f"--env-weights {weights}: give one integer of at least 1 for each --env")
     if len(names) > 1:
         for name in SINGLE_ENV_OPTIONS:

@@ -169,7 +169,6 @@ class EvalConfig:
         is_taken = c.out and out.exists() and (not out.is_dir() or any(out.iterdir()))
         problems = {
             f"--compare needs two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
-            f"--max-rounds {c.max_rounds} must be at least 1": min(c.max_rounds, default=1) < 1,
             "--temperature 0 makes all samples of a task equal; use --samples 1": (
                 c.samples > 1 and not c.temperature
             ),

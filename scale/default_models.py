@@ -179,6 +179,8 @@ def _problem_of(name: str) -> str | None:
     if name and path.exists():
         if better := best_checkpoint(path):
             return f"is a run, not a checkpoint (did you mean {better}?)"
+        if (path / "adapter_config.json").exists():  # transformers would load another base model
+            return "contains adapter_config.json: merge the adapters into their base model first"
         if "model_type" not in (_read(path / "config.json") or {}):
             return "contains no config.json of a model"
         return None if has_weights(path) else "contains no weights (*.safetensors)"

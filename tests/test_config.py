@@ -212,6 +212,7 @@ MISUSE = {
     "--temperature 0.001": "--temperature 0.001 must be at least 0.01",
     f"--seed {10**20}": "must be between 0 and 4,294,967,295",
     f"--steps {10**20}": "must be between 0 and 1,000,000",
+    f"--rounds 3 {10**9}": "--rounds 1000000000 must be between 0 and 1,000,000",
     f"--max-tokens-per-micro-batch {10**20}": "must be between 0 and 1,000,000,000",
     "--sampler-is-cap 1e300": "--sampler-is-cap 1e+300",
     "--subtasks": "--subtasks needs at least one value",

@@ -107,6 +107,8 @@ def test_an_error_names_what_is_missing_in_a_folder(tmp_path):
     assert "contains no weights" in refusal(folder)
     (folder / "config.json").write_text("{")
     assert "contains no config.json" in refusal(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    assert "merge the adapters into their base model first" in refusal(folder)
     for name in ("", "a/b/c", "http://h/m"):
         assert "neither a folder that exists nor a hub id" in refusal(name)
 

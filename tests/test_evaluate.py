@@ -247,7 +247,7 @@ def test_resume_plays_the_missing_environments_and_refuses_other_settings(
 
 BAD_COMMANDS = {
     "--samples 0": "--samples 0",
-    "--max-rounds 10 0": "--max-rounds (10, 0)",
+    "--max-rounds 10 0": "--max-rounds 0 must be above 0",
     "--temperature 3": "--temperature 3.0 must be between 0 and 2",
     f"--seed {2**32}": "--seed 4294967296",
     "--temperature 0 --samples 4": "use --samples 1",
