@@ -236,12 +236,11 @@ def test_a_text_that_cannot_be_played_earns_0_and_the_episode_continues(server, 
 
 
 def test_a_thought_between_the_marks_of_any_model_is_not_played():
-    pairs = [(f"<{n}>", f"</{n}>") for n in ("THINK", "thinking", "thought", "reasoning")]
-    pairs += [("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷")]
-    pairs += [("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|channel>thought", "<channel|>")]
-    pairs += [("<|START_THINKING|>", "<|END_THINKING|>")]
-    pairs += [("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")]
-    for begin, end in pairs:
+    marks = """<THINK> </THINK> <thinking> </thinking> <thought> </thought> <reasoning> </reasoning>
+    <seed:think> </seed:think> [THINK] [/THINK] ◁think▷ ◁/think▷ <|channel>thought <channel|>
+    <|begin_of_thought|> <|end_of_thought|> <|START_THINKING|> <|END_THINKING|>
+    <|channel|>analysis<|message|> <|channel|>final<|message|>""".split()
+    for begin, end in zip(marks[::2], marks[1::2], strict=True):
         assert without_thought(f"{begin}Action: fly?{end}a{begin}{end}{ACTION}") == ACTION
         with pytest.raises(ParseError, match="does not end"):
             without_thought(f"{begin}{end}{begin}{ACTION}")

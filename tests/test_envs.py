@@ -52,17 +52,7 @@ class Coin(TextCraft):
 World = Coin
 """
 
-BAD = """class Bad(BaseException):
-    def __str__(self):
-        return 1 / 0
-
-
-def fail(text):
-    raise Bad
-
-
-World, Coin.parse = Coin, staticmethod(fail)
-"""
+BAD = r"exec('class Bad(BaseException): __str__ = None\nraise Bad')"
 
 
 @pytest.fixture
@@ -151,7 +141,11 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
         ('lambda task_index: "coin"', "['coin'].__getitem__", "fails in subtask() (IndexError"),
         ('lambda task_index: "coin"', "(['coin'] * 3).__getitem__", "subtask() (IndexError"),
         ("Say heads", "\\ud800", "half of a surrogate pair"),
-        ("World = Coin", BAD, "in parse() (Bad: <exception str() failed> at far.coin"),
+        (
+            "World = Coin",
+            f"Coin.parse = lambda _: {BAD}\nWorld = Coin",
+            "(Bad: <exception str() fa",
+        ),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
         ("World = Coin", "raise SystemExit", "cannot be imported (SystemExit"),
         ("World = Coin", "import absent", "cannot be imported (ModuleNotFoundError: No module"),
