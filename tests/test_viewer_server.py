@@ -60,6 +60,9 @@ def test_sources_list_their_files_in_order_and_the_overview_has_every_metric(run
     alarm = {"step": 0, "severity": "warn", "name": "held_out", "text": "step 0: held_out: so"}
     append(run / "alarms.jsonl", alarm)
     assert ask(client_of(run), "overview/0")["alarms"] == [alarm]
+    rows = [json.dumps({"step": i, "train/success_rate": 1.7e308}) for i in range(1, 11)]
+    (run / "metrics.jsonl").write_text("\n".join(rows))
+    assert "inf %" in " ".join(ask(client_of(run), "overview/0")["headline"])
 
 
 def test_a_trajectory_has_the_tokens_and_numbers_of_its_file(run):

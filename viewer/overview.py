@@ -9,7 +9,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
 from types import NoneType
 from typing import Any
 
@@ -144,7 +143,8 @@ def training_sentence(series: Series) -> str:
         return ""
     if len(values) < 2 * NUM_AVERAGED:
         return f"Solved in training: {100 * values[-1]:.0f} % in the last step."
-    first, last = fmean(values[:NUM_AVERAGED]), fmean(values[-NUM_AVERAGED:])
+    ends = values[:NUM_AVERAGED], values[-NUM_AVERAGED:]
+    first, last = (sum(end) / NUM_AVERAGED for end in ends)  # fmean raises if the sum is infinite
     return (
         f"Solved in training: {100 * first:.0f} % in the first {NUM_AVERAGED} steps, "
         f"{100 * last:.0f} % in the last {NUM_AVERAGED}."
