@@ -205,18 +205,15 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
         assert len(str(failure.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("files", ["without a weight", "pickle", "types"])
-def test_a_damaged_checkpoint_is_refused_in_one_line(files, tiny, tmp_path):
+def test_a_damaged_checkpoint_is_refused_in_one_line(tiny, tmp_path):
     """transformers would give missing weights random values."""
     folder = shutil.copytree(tiny, tmp_path / "model")
-    if files == "types":
-        (folder / "config.json").write_text('{"model_type": "qwen2", "text_config": 5}')
-    else:
-        weights = load_file(folder / "model.safetensors")
-        del weights["model.layers.0.mlp.up_proj.weight"]
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if files == "pickle":
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack 1 weights, for example model.layers.0.mlp.up_proj"):
+        load_policy(str(folder))
+    (folder / "config.json").write_text('{"model_type": "qwen2", "text_config": 5}')
     with pytest.raises(ValueError, match=r"^--model .* cannot be loaded; .*$"):
         load_policy(str(folder))
 
