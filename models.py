@@ -24,6 +24,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -331,9 +332,11 @@ def stop_ids_of(path: str) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     ids = None
-    with _loading(path), contextlib.suppress(OSError):  # OSError: there is no such file
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+    with _loading(path):
+        with contextlib.suppress(OSError):  # there is no such file
+            ids = GenerationConfig.from_pretrained(path).eos_token_id
+        ids = tuple(map(index, ids if isinstance(ids, list) else [] if ids is None else [ids]))
+    return ids
 
 
 def save_policy(

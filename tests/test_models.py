@@ -54,6 +54,9 @@ def test_all_stop_ids_of_a_checkpoint_are_used(tmp_path):
     for eos, ids in ((7, (7,)), ([7, 9], (7, 9)), (None, ())):
         GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
         assert stop_ids_of(str(tmp_path)) == ids
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    with pytest.raises(ValueError, match="cannot be interpreted as an integer"):
+        stop_ids_of(str(tmp_path))
 
 
 def small_lm(tied=True):
