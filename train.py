@@ -50,8 +50,7 @@ from batching import Batch, make_batch
 from config import Config, Misuse, Objective, checked, config_per_env
 from envs import Task, env_name, tasks_by_env
 from losses import (
-    AdaptiveKLController,
-    FixedKLController,
+    KLController,
     kl_estimate,
     kl_penalized_rewards,
     masked_mean,
@@ -236,7 +235,7 @@ class RLWorker(Worker):
     """
 
     config: Config
-    kl_controller: FixedKLController
+    kl_controller: KLController
 
     def __init__(
         self, config: Config, run: rundir.Run, stack: contextlib.ExitStack, stop: StopRequests
@@ -252,10 +251,7 @@ class RLWorker(Worker):
             env_name(c.env): make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
             for c in config_per_env(config)
         }
-        coef, target = config.kl_coef, config.kl_target
-        self.kl_controller = FixedKLController(coef)
-        if target is not None:
-            self.kl_controller = AdaptiveKLController(coef, target, horizon=10_000)
+        self.kl_controller = KLController(config.kl_coef, config.kl_target)
 
     def load_models(self) -> None:
         """Load the policy and, if the options need them, PPO's critic and the frozen reference."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from config import Objective
 from losses import (
-    AdaptiveKLController,
+    KLController,
     LossInput,
     entropy_from_logits,
     imitation_loss,
@@ -406,7 +406,7 @@ def test_weighted_imitation_by_hand():
 def test_the_adaptive_controller_by_hand():
     """β 0.1, target 6, horizon 10000, 256 trajectories. The error is clipped to ±0.2."""
     for observed, error in ((600.0, 0.2), (0.0, -0.2), (6.6, 0.1), (6.0, 0.0), (math.nan, 0.2)):
-        controller = AdaptiveKLController(0.1, target=6.0, horizon=10_000)
+        controller = KLController(0.1, target=6.0, horizon=10_000)
         controller.update(observed, 256)
         assert controller.value == pytest.approx(0.1 * (1 + error * 256 / 10_000))
 

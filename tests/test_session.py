@@ -17,7 +17,7 @@ from toy_env import Letters, flags, options, read_metrics, serve, train_main, wr
 
 from config import Config
 from engines import TransformersEngine
-from losses import AdaptiveKLController
+from losses import KLController
 from reporting import metrics
 from reporting.logs import read_log
 from reporting.sentinels import RULES
@@ -85,7 +85,7 @@ def test_a_run_that_must_not_stop_continues_and_its_sentinels_have_the_same_stat
 
 def test_a_resumed_session_has_the_state_of_an_uninterrupted_one(open_session, capsys):
     def controller():
-        return AdaptiveKLController(0.1, 0.02, horizon=100)
+        return KLController(0.1, 0.02, horizon=100)
 
     uninterrupted = open_session(controller(), on_collapse="stop")
     uninterrupted.worker.kl_controller.update(1.0, 64)
