@@ -60,6 +60,11 @@ def end(result: Result, within: float = math.inf) -> Shares:
     return shares(result["held_out"][-1], within)
 
 
+def only(reading: Reading, accept: Callable[[str], bool]) -> Reading:
+    """A reading restricted to the goals whose task_id `accept` accepts."""
+    return lambda result: {i: v for i, v in reading(result).items() if accept(i)}
+
+
 def spent_at(result: Result, step: int, unit: str) -> float:
     """Turns, tokens or seconds that the run had spent at the end of a step."""
     return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)

@@ -35,6 +35,7 @@ from recipes.evidence import (  # noqa: E402
     end,
     gains_by_seed,
     mean_over_seeds,
+    only,
     over_seeds,
     pooled,
     seeds_cell,
@@ -191,8 +192,7 @@ def runs_of(name: str) -> Runs:
 
 
 def in_tier(reading: Reading, tier: str) -> Reading:
-    """A reading restricted to the goals of one tier."""
-    return lambda result: {i: v for i, v in reading(result).items() if tier_of(i) == tier}
+    return only(reading, lambda task_id: tier_of(task_id) == tier)
 
 
 def comparison(

@@ -356,11 +356,12 @@ def test_ctrl_c_interrupts_a_rollout_at_once_and_waits_for_the_end_of_an_update(
 
 def test_sighup_is_heard_once_unless_it_was_ignored_at_the_start():
     """A closing terminal sends it twice, the second time through the shell. nohup ignores it."""
+    old_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with StopRequests() as stop:
         send_signal(signal.SIGHUP)
         send_signal(signal.SIGHUP)
         assert stop.agreed()
-    old_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopRequests() as stop:
         send_signal(signal.SIGHUP)
         assert not stop.agreed()
