@@ -135,8 +135,9 @@ def content_of(run_dir, step):
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert weights.keys()
     content = {"state": checkpoint.read_state(run_dir, step, {"algorithm": "ppo"})}
+    with_paths = (".metadata", "state.json", "SHA256SUMS")  # the sums include that of the index
     for path in folder.rglob("*"):
-        if path.is_file() and path.name not in (".metadata", "state.json"):  # the index has paths
+        if path.is_file() and path.name not in with_paths:
             name = str(path.relative_to(folder))
             content[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return content
