@@ -94,7 +94,7 @@ class ChatTemplate:
         template = self._lead + "".join(text for text, role in pieces if not role)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= {*tokenizer.all_special_ids}
-        special -= {tokenizer.unk_token_id} & {*self._ids_of("\U000ffffd\U00013000")}  # any others
+        special -= {tokenizer.unk_token_id} & {*self._ids_of("\U000ffffd\U00013000")}  # [UNK]
         self._control = {i: m for m, i in self._marks.items() if i in special or m in template}
         if short := [mark for mark in self._control.values() if len(mark) == 1]:
             raise ValueError(f"the control token {short[0]!r} has one character, but needs two")
@@ -257,8 +257,8 @@ class ChatTemplate:
         ordinary characters, except for the marks of a thought in an action."""
         ids = self._ids_of("".join(text for text, _ in pieces), context)
         trusted = [piece for piece in pieces if piece[1] in ("", "assistant")]
-        own = [i for text, role in trusted for i in self._marks_in(text, role, is_own=True)]
-        if [i for i in ids if i in self._control] == own:
+        marks = [i for text, role in trusted for i in self._marks_in(text, role, is_own=True)]
+        if [i for i in ids if i in self._control] == marks:
             return ids
         ids = []  # a content contains the text of a control token
         for text, role in pieces:

@@ -466,17 +466,17 @@ def with_preset(
         presets["one-gpu"] = presets["paper"] | ONE_GPU
         if preset not in presets:
             raise ValueError(f"--preset {preset} is not one of {', '.join(presets)}")
-        known = Config.__dataclass_fields__.keys() | kind.__dataclass_fields__.keys()
-        if unknown := {*laptop, *paper} - known:
+        options = Config.__dataclass_fields__.keys() | kind.__dataclass_fields__.keys()
+        if unknown := {*laptop, *paper} - options:
             raise Misuse(f"environment {name}: LAPTOP or PAPER has unknown options: {unknown}")
-        own = {n: v for n, v in presets[preset].items() if n in kind.__dataclass_fields__}
-        values_of = validated(own, f"environment {name}: {preset.upper()}", kind)
+        values = {n: v for n, v in presets[preset].items() if n in kind.__dataclass_fields__}
+        config = validated(values, f"environment {name}: {preset.upper()}", kind)
         method_values = kind.paper_values if preset in ("paper", "one-gpu") else {}
-        settings.append({n: getattr(values_of, n) for n in own if n in names} | method_values)
+        settings.append({n: getattr(config, n) for n in values if n in names} | method_values)
     numbers: dict[str, Any] = {}
     for name in {name for setting in settings for name in setting}:
-        values = [setting.get(name, getattr(kind, name)) for setting in settings]
-        numbers[name] = max((v for v in values if v is not None), default=None)
+        candidates = [setting.get(name, getattr(kind, name)) for setting in settings]
+        numbers[name] = max((v for v in candidates if v is not None), default=None)
     if len(settings) > 1:
         numbers["rounds"] = ()  # see `config_per_env`
     return replace(kind(preset=preset, env=env), **with_one_horizon(numbers, kind))  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ EXPECTED = (
 )
 RECORD_KEYS = ("item_id", "id", "conversations", "messages", "return", "reward", "seed")
 MESSAGE_KEYS, TURN_KEYS = ("role", "content", "weight"), ("from", "value", "loss", "ids")
-IGNORED_KEYS = (  # of any of them: nothing in their values is meant for learning
+IGNORED_KEYS = (  # may stand anywhere; their values hold nothing to learn from
     *("id", "uuid", "name", "model", "date", "timestamp", "created", "created_at", "index", "idx"),
     *("type", "status", "source", "language", "finish_reason", "stop_reason", "usage", "metadata"),
     *("prompt_id", "category", "topic", "title", "tags", "dataset", "difficulty", "hash", "url"),
@@ -126,8 +126,8 @@ def check_keys(part: dict[str, Any], keys: Sequence[str], where: str = "", flag:
     a value that is not empty. It may be meant for learning."""
     if (value := part.get(flag)) not in (None, 0, 1):
         raise ValueError(f"{where}has {flag} {repr(value)[:40]}, expected true or false")
-    known = (*keys, *IGNORED_KEYS)
-    unread = [k for k, value in part.items() if k not in known and value not in (None, "", [], {})]
+    names = (*keys, *IGNORED_KEYS)
+    unread = [k for k, value in part.items() if k not in names and value not in (None, "", [], {})]
     if unread:
         expected = f"(expected: {', '.join(keys)})"
         raise ValueError(

@@ -81,15 +81,15 @@ def test_a_demonstration_has_exactly_one_thought_and_closes_it(family, after, wi
     """Its own thought, or an empty one if the template shows one before every action."""
     chat = ChatTemplate(family_tokenizer(family))
     decode = chat.tokenizer.decode
-    said = "<think>\nwhy\n</think>\n\ngo"
-    ids, end = chat.action(said), decode([chat.end_of_turn])
+    answer = "<think>\nwhy\n</think>\n\ngo"
+    ids, end = chat.action(answer), decode([chat.end_of_turn])
     assert decode(chat.opening(SYSTEM, "dark")).endswith(after)
     assert decode(ids) == with_thought + end
-    assert chat.action(f" \n{said}") == ids
+    assert chat.action(f" \n{answer}") == ids
     think, close = chat.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     whole = chat.opening(SYSTEM, "dark") + ids
     assert whole.count(think) == whole.count(close) == 1, "as control tokens"
-    assert chat.text_of(ids).strip() == said
+    assert chat.text_of(ids).strip() == answer
     whole = decode(chat.opening(SYSTEM, "dark") + chat.action("go"))
     assert whole.count("<think>") == whole.count("</think>") == (family != "qwen3")
 
