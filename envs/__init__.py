@@ -185,11 +185,19 @@ def _problem_of_class(env_class: Any) -> str | None:
 
 
 def call_static(env_class: Any, method: str, *arguments: Any) -> str:
-    """Call a method without an instance; returns its text, or "" if the class lacks it. Raises the
-    ParseError of parse, and ClassError if the method raises anything else, or if parse, say,
-    subtask or variant returns something else."""
+    """Call parse, say, subtask or variant; returns its text, or "" if the class lacks it. Raises as
+    `call_class` does, and ClassError if the method returns something else."""
+    text = call_class(env_class, method, *arguments)
+    if not isinstance(text, str):
+        raise ClassError(env_class, f"returns {text!r:.60} from {method}()")
+    return encodable(text)
+
+
+def call_class(env_class: Any, method: str, *arguments: Any) -> Any:
+    """Call a method without an instance; "" if the class lacks it. Raises the ParseError of parse,
+    and ClassError if the method raises anything else."""
     try:
-        text = getattr(env_class, method, str)(*arguments)
+        return getattr(env_class, method, str)(*arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -197,9 +205,6 @@ def call_static(env_class: Any, method: str, *arguments: Any) -> str:
             raise ParseError(encodable(str(error))) from error
         problem = f"fails in {method}() ({error_line(error, env_class)})"
         raise ClassError(env_class, problem) from error
-    if not isinstance(text, str) and not method.endswith("_shared"):
-        raise ClassError(env_class, f"returns {text!r:.60} from {method}()")
-    return encodable(text) if isinstance(text, str) else ""
 
 
 def error_line(error: BaseException, env_class: Any) -> str:

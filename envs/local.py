@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from envs import call_static, get_env
+from envs import call_class, get_env
 from envs.http import Answer
 from envs.sessions import MAX_BODY_BYTES, Episodes, Sessions, body_too_large, query_fields
 
@@ -78,7 +78,7 @@ def _shared_lock(env_class: Any) -> Any:
 @cache
 def _without_threads(env_class: Any) -> Any:
     """Open the shared resources; return a subclass that `Sessions` calls in the current thread."""
-    call_static(env_class, "open_shared")
+    call_class(env_class, "open_shared")
     members = {"IS_FAST": True, "__module__": env_class.__module__}
     return type(env_class.__name__, (env_class,), members)
 

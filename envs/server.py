@@ -49,7 +49,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from envs import ENVS, VERSION, ClassError, call_static, env_name, get_env
+from envs import ENVS, VERSION, ClassError, call_class, env_name, get_env
 from envs.sessions import (
     MAX_BODY_BYTES,
     Answer,
@@ -77,7 +77,7 @@ def create_app(
     Host header is in `hosts`; with an empty set it answers all."""
     name = env if env_class else env_name(env)
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
-    call_static(sessions.env_class, "open_shared")  # if a package is missing, fail now
+    call_class(sessions.env_class, "open_shared")  # if a package is missing, fail now
     episodes = Episodes(sessions)
     start_time = time.monotonic()
 
@@ -131,7 +131,7 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
     for session_id in list(sessions.table):
         await sessions.close(session_id)
     try:
-        await anyio.to_thread.run_sync(call_static, sessions.env_class, "close_shared")
+        await anyio.to_thread.run_sync(call_class, sessions.env_class, "close_shared")
     except ClassError as error:
         log_once(str(error))
 
