@@ -199,6 +199,9 @@ class RunConfig(UpdateOptions):
     """episodes per held-out task in the evaluation before the first step"""
     eval_rounds: int | None = None
     """maximum turns per evaluation episode [paper: 30]; if not given, the largest of --rounds"""
+    eval_temperatures: tuple[float, ...] = ()
+    """sampling temperatures of the evaluations; the first one decides which checkpoint is the best;
+    if not given, --temperature"""
     stop_at: float | None = None
     """stop when held-out success reaches this (0..1); if not given, never"""
     save_every: int = 20
@@ -233,6 +236,10 @@ class RunConfig(UpdateOptions):
     @property
     def evaluation_rounds(self) -> int:
         return self.eval_rounds or max(self.rounds)
+
+    @property
+    def evaluation_temperatures(self) -> tuple[float, ...]:
+        return self.eval_temperatures or (self.temperature,)
 
     @property
     def evaluation_subtasks(self) -> tuple[str, ...]:
@@ -306,10 +313,11 @@ class Config(RunConfig, Objective):
     # The algorithm
     algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """advantage estimator; ppo also trains a critic [paper: grpo]"""
-    rounds_scheduler: Literal["fixed", "scaling_inter_stepwise"] = "fixed"
+    rounds_scheduler: Literal["fixed", "scaling_inter_stepwise", "stepwise"] = "fixed"
     """fixed: keep the same horizon; scaling_inter_stepwise: move to the next value of --rounds
-    every --steps-scaling-inter steps [paper: both]"""
-    steps_scaling_inter: int = 100  # steps at each horizon (scaling_inter_stepwise) [paper: 100]
+    every --steps-scaling-inter steps; stepwise: the same, but they may decrease (a control
+    experiment) [paper: the first two]"""
+    steps_scaling_inter: int = 100  # steps at each horizon, unless it is fixed [paper: 100]
     tasks_per_step: int = 8  # tasks drawn per step [paper: 32]
     group_size: int = 8  # trajectories per task [paper: 8]
     critic_learning_rate: float = 1e-4  # learning rate of PPO's critic (AdamW) [paper: 1e-5]
@@ -585,7 +593,7 @@ POSITIVE = (
     *("max_tokens_per_micro_batch", "max_tokens_per_turn", "max_trajectory_tokens"),
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
     *("clip_ratio", "value_clip", "max_sync_error", "save_every", "keep_last"),
-    *("eval_samples", "eval_start_samples", "eval_rounds", "lora_alpha"),
+    *("eval_samples", "eval_start_samples", "eval_rounds", "eval_temperatures", "lora_alpha"),
     *("samples", "limit", "env_workers"),  # of evaluate.py
     *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),  # of other methods
     *("pairs_per_task", "keep_per_task", "beta", "rounds", "env_weights", "max_rounds"),
@@ -598,7 +606,9 @@ NOT_NEGATIVE = (
 FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap")
 # The largest value of an option. vLLM accepts temperatures up to 2, NumPy seeds of 32 bits. A list
 # of so many steps or episodes still fits into memory.
-LIMITS: dict[str, int] = dict.fromkeys(FRACTIONS, 1) | {"seed": 2**32 - 1, "temperature": 2}
+TEMPERATURES = ("temperature", "eval_temperatures")
+LIMITS: dict[str, int] = dict.fromkeys(FRACTIONS, 1) | {"seed": 2**32 - 1}
+LIMITS |= dict.fromkeys(TEMPERATURES, 2)
 LIMITS |= dict.fromkeys(("steps", "tasks_per_step", "group_size", "ppo_epochs"), 10**6)
 LIMITS |= dict.fromkeys(("eval_samples", "eval_start_samples", "samples"), 10**6)
 LIMITS |= dict.fromkeys(("rounds", "eval_rounds", "max_rounds", "env_weights"), 10**6)
@@ -644,8 +654,8 @@ def check_ranges(config: Any) -> None:
                 raise Misuse(f"{flag(name)} {value} must be above 0")
             if not 0 <= value <= (limit := LIMITS.get(name, LARGEST)):
                 raise Misuse(f"{flag(name)} {value} must be between 0 and {limit:,}")
-            if name == "temperature" and value < MIN_TEMPERATURE:
-                raise Misuse(f"--temperature {value} must be at least {MIN_TEMPERATURE}")
+            if name in TEMPERATURES and value < MIN_TEMPERATURE:
+                raise Misuse(f"{flag(name)} {value} must be at least {MIN_TEMPERATURE}")
 
 
 def check_environments(config: RunConfig) -> None:

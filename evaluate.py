@@ -119,8 +119,9 @@ class EvalConfig:
     """maximum turns per episode [paper: 20 in babyai, 30 in the others];
     if not given, the environment's own maximum; give several values to get the success rate
     within each number of turns, from the same episodes"""
-    temperature: float = 1.0
-    """sampling temperature; 0: always the most probable token [paper: 1.0]"""
+    temperature: tuple[float, ...] = (1.0,)
+    """sampling temperature; 0: always the most probable token; give several values to play the
+    tasks at each, with results in a folder per temperature [paper: 1.0]"""
     seed: int = 0
     """seed for environments and sampling"""
     max_tokens_per_turn: int = 512
@@ -170,8 +171,9 @@ class EvalConfig:
         problems = {
             f"--compare needs two files, got {len(c.compare)}": len(c.compare) not in (0, 2),
             "--temperature 0 makes all samples of a task equal; use --samples 1": (
-                c.samples > 1 and not c.temperature
+                c.samples > 1 and 0 in c.temperature
             ),
+            "--env all needs a single --temperature": is_all and len(c.temperature) > 1,
             "--max-tokens-per-turn must be below --max-trajectory-tokens": (
                 c.max_tokens_per_turn >= c.max_trajectory_tokens
             ),
@@ -248,13 +250,14 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; give a --model")
-    shared = ["env", "prompt", "engine", "temperature", "seed"]
+    shared = ["env", "prompt", "engine", "seed"]
     shared += ["max_tokens_per_turn", "max_trajectory_tokens"]
     config = EvalConfig(
         run=folder,
         model=str(checkpoint),
         max_rounds=(c.evaluation_rounds,),
         samples=c.eval_samples,
+        temperature=c.evaluation_temperatures,
         **{name: getattr(c, name) for name in shared},
     )
     if "env" in named_options and env not in (None, c.env):
@@ -279,12 +282,18 @@ def num_trained_on(config: EvalConfig, tasks: Sequence[Task]) -> int:
     return sum(task.task_id in train_ids for task in tasks)
 
 
+def only_temperature(config: EvalConfig) -> float:
+    (temperature,) = config.temperature
+    return temperature
+
+
 def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
     """The settings that a result depends on, as fields of eval.json."""
-    names = ["temperature", "seed", "samples", "limit"]
+    names = ["seed", "samples", "limit"]
     names += ["max_tokens_per_turn", "max_trajectory_tokens"]
     fields: dict[str, Any] = {"env": env, "model": config.model_name()}
     fields |= {name: getattr(config, name) for name in names}
+    fields["temperature"] = only_temperature(config)
     fields["max_rounds"] = config.horizons(env)
     weights = Path(config.model_name())
     if weights.is_dir():
@@ -378,7 +387,7 @@ def measure(
     settings = RolloutSettings(
         max_tokens_per_turn=config.max_tokens_per_turn,
         max_trajectory_tokens=config.max_trajectory_tokens,
-        temperature=config.temperature,
+        temperature=fields["temperature"],
         seed=config.seed,
         env_workers=config.env_workers,
         max_env_failures=config.max_env_failures,
@@ -447,11 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return measure_all(config, results, out, stack)
             pool = start_pool(config, config.env, stack)
             play = start_player(config, out, stack)
-            summary, exit_code, problem = measure(config, play, pool, tasks_to_play(config), out)
-            print(format_table(summary))
-            if problem:
-                print_error(PROG, problem)
-            return exit_code
+            return measure_temperatures(config, play, pool, out)
     except (Misuse, *FAILURES) as error:
         print_error(PROG, error)
         return 2 if isinstance(error, Misuse) else 1
@@ -460,6 +465,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         with contextlib.suppress(OSError):  # if it is empty, the same --out can be used again
             out.rmdir()
+
+
+def measure_temperatures(config: EvalConfig, play: Play, pool: EnvPool, out: Path) -> int:
+    """Play one environment at each temperature and print the tables. Returns the exit code."""
+    several, exit_code = len(config.temperature) > 1, 0
+    for temperature in config.temperature:
+        folder = out / f"temperature_{temperature:g}" if several else out
+        make_folder(folder)
+        at_one = replace(config, temperature=(temperature,))
+        summary, exit_code, problem = measure(at_one, play, pool, tasks_to_play(config), folder)
+        print(format_table(summary))
+        if problem:
+            print_error(PROG, problem)
+            break
+    return exit_code
 
 
 def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
@@ -488,7 +508,8 @@ def measure_all(
 ) -> int:
     """Evaluate all environments in turn and write the table after each one. Returns the exit
     code."""
-    table = Benchmark(config.model_name(), config.samples, config.temperature, config.seed)
+    temperature = only_temperature(config)
+    table = Benchmark(config.model_name(), config.samples, temperature, config.seed)
     table.families = {env: results.get(env, "not played yet") for env in ENVS}
     missing, final_code = [env for env in ENVS if env not in results], 0
     if missing:

@@ -112,11 +112,13 @@ class StepRoundsScheduler(RoundsScheduler):
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
     [10, 10, 20, 20, 30, 30]
 
-    Raises ValueError if `rounds` is empty, decreases or has an entry below 1, or if
-    `steps_scaling_inter` is below 1.
+    Raises ValueError if `rounds` is empty, decreases (unless `any_order`) or has an entry below 1,
+    or if `steps_scaling_inter` is below 1.
     """
 
-    def __init__(self, steps_scaling_inter: int, rounds: Sequence[int]) -> None:
+    def __init__(
+        self, steps_scaling_inter: int, rounds: Sequence[int], any_order: bool = False
+    ) -> None:
         super().__init__()
         if steps_scaling_inter < 1:
             raise ValueError(
@@ -124,7 +126,7 @@ class StepRoundsScheduler(RoundsScheduler):
                 "it is the number of training steps with the same horizon"
             )
         self.steps_scaling_inter = steps_scaling_inter  # Δ
-        self.rounds = _check_rounds(rounds)  # h¹ ≤ h² ≤ … ≤ hⁿ
+        self.rounds = _check_rounds(rounds, any_order)  # h¹ ≤ h² ≤ … ≤ hⁿ
 
     def rounds_at(self, step: int) -> int:
         _check_step(step)
@@ -134,22 +136,23 @@ class StepRoundsScheduler(RoundsScheduler):
 
 def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -> RoundsScheduler:
     """The scheduler for `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`."""
-    if kind == "scaling_inter_stepwise":
-        return StepRoundsScheduler(steps_scaling_inter, rounds)
+    if kind != "fixed":
+        return StepRoundsScheduler(steps_scaling_inter, rounds, any_order=kind == "stepwise")
     if len(_check_rounds(rounds)) > 1:
         flags = f"--rounds {' '.join(map(str, rounds))} with --rounds-scheduler fixed"
         raise ValueError(f"{flags}: give one number, or choose scaling_inter_stepwise")
     return FixedRoundsScheduler(rounds[0])
 
 
-def _check_rounds(rounds: Sequence[int]) -> tuple[int, ...]:
+def _check_rounds(rounds: Sequence[int], any_order: bool = False) -> tuple[int, ...]:
     if not rounds:
         raise ValueError("--rounds is empty; give at least one number of turns")
     flags = f"--rounds {' '.join(map(str, rounds))}"
     if min(rounds) < 1:
         raise ValueError(f"{flags} must be integers >= 1: an episode needs at least one turn")
-    if list(rounds) != sorted(rounds):
-        raise ValueError(f"{flags} must not decrease; ScalingInter-RL only widens the horizon")
+    if list(rounds) != sorted(rounds) and not any_order:
+        reason = "ScalingInter-RL only widens the horizon (stepwise takes any order)"
+        raise ValueError(f"{flags} must not decrease; {reason}")
     return tuple(rounds)
 
 

@@ -7,6 +7,7 @@ step and each task's result in every held-out evaluation. evidence.py compares r
 import contextlib
 import datetime
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -28,17 +29,21 @@ from trajectory import LOST  # noqa: E402
 COMMITTED = ROOT / "recipes" / "results"
 CURVE = (
     *("train/return_mean", "train/success_rate", "train/turns_mean", "train/parse_error_rate"),
-    *("train/groups", "train/groups_zero_variance", "train/trajectories_used"),
+    *("train/groups", "train/groups_zero_variance", "train/groups_mixed"),
+    *("train/trajectories_used", "train/stop/max_rounds", "train/cut_turn_rate"),
     *("horizon/max_rounds", "policy/loss", "policy/entropy", "policy/grad_norm"),
-    "data/policy_tokens",
+    *("policy/kl", "policy/kl_max", "data/policy_tokens"),
 )
 Result = dict[str, Any]
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write atomically. Paths inside the checkout become relative to it."""
+    """Write atomically, with each innermost list or object on one line. Paths inside the checkout
+    become relative to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1).replace(f"{ROOT}/", "") + "\n")
+    text = json.dumps(content, indent=1).replace(f"{ROOT}/", "")
+    text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\n *", " ", match[0]), text)
+    write_text(path, text + "\n")
     print(f"wrote {path}", flush=True)
 
 
@@ -123,9 +128,10 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
 def record(run_dir: Path) -> Result:
     """The record of a finished run.
 
-    Each row of its curve has the step's metrics and the totals up to that step: seconds (without
-    evaluation and saving), turns, turns of failed episodes, sampled tokens, and successful
-    episodes.
+    Each row of its curve has the step's metrics and the totals up to that step: seconds of wall
+    time and of CPU time (without evaluation and saving), turns, turns of failed episodes, sampled
+    tokens, and successful episodes. `held_out` has the evaluations at the first temperature, and
+    `held_out_at` those at others.
 
     Raises:
         SystemExit: the evaluation at the beginning or at the end of the run is missing.
@@ -133,7 +139,8 @@ def record(run_dir: Path) -> Result:
     description = read_json(run_dir / "config.json")
     steps = description["config"]["steps"]
     timings = {row["step"]: row for row in read_lines(run_dir / "timings.jsonl")}
-    totals = dict.fromkeys(("turns", "failed_turns", "tokens", "successes", "seconds"), 0.0)
+    names = ("turns", "failed_turns", "tokens", "successes", "seconds", "cpu_seconds")
+    totals = dict.fromkeys(names, 0.0)
     curve = []
     for row in read_lines(run_dir / "metrics.jsonl"):
         if not (step := row["step"]):
@@ -145,10 +152,11 @@ def record(run_dir: Path) -> Result:
             totals["successes"] += line["success"]
         timing = timings.get(step, {})  # missing if the run was killed right after a checkpoint
         totals["seconds"] += timing.get("time/step_s", 0.0)
+        totals["cpu_seconds"] += timing.get("time/cpu_s", 0.0)
         totals["seconds"] -= sum(timing.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
         metrics = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
         curve.append({"step": step} | {n: round(v, 1) for n, v in totals.items()} | metrics)
-    held_out = [evaluation(path) for path in sorted((run_dir / "eval").glob("step_*.json"))]
+    held_out = evaluations(run_dir, "")
     evaluated = [summary["step"] for summary in held_out]
     if evaluated[:1] != [0] or evaluated[-1] != steps:
         raise SystemExit(f"{run_dir} was evaluated at steps {evaluated}, expected 0 to {steps}")
@@ -163,23 +171,26 @@ def record(run_dir: Path) -> Result:
         "peak_gb": round(max(peaks) / 1e9, 2) if peaks else None,
         "curve": curve,
         "held_out": held_out,
+        "held_out_at": {
+            path.name.removeprefix("temperature_"): evaluations(run_dir, path.name)
+            for path in sorted((run_dir / "eval").glob("temperature_*"))
+        },
     }
 
 
-def evaluation(path: Path) -> Result:
-    """A held-out evaluation: for each task, the share of its samples that were solved and the
-    number of turns that each sample took (0 if it was not solved)."""
-    summary = read_json(path)
-    turns: dict[str, list[int]] = {}
-    trajectories = path.parents[1] / "trajectories" / f"eval_{summary['step']:06d}.jsonl"
-    for line in read_lines(trajectories):
-        if line["stop_reason"] not in LOST:
-            solved_in = len(line["turns"]) if line["success"] else 0
-            turns.setdefault(line["task_id"], []).append(solved_in)
-    return {
-        "step": summary["step"],
-        "samples": summary["samples"],
-        "avg": summary["overall"]["avg"],
-        "items": {task_id: item["avg"] for task_id, item in summary["items"].items()},
-        "solved_in": turns,
-    }
+def evaluations(run_dir: Path, folder: str) -> list[Result]:
+    """The held-out evaluations of a run in one folder of `eval/`, by step: for each task, the
+    number of turns in which each sample solved it (0: not solved)."""
+    results = []
+    suffix = f"_{folder}" if folder else ""
+    for path in sorted((run_dir / "eval" / folder).glob("step_*.json")):
+        summary, solved_in = read_json(path), dict[str, list[int]]()
+        name = f"eval_{summary['step']:06d}{suffix}.jsonl"
+        for line in read_lines(run_dir / "trajectories" / name):
+            if line["stop_reason"] not in LOST:
+                turns = len(line["turns"]) if line["success"] else 0
+                solved_in.setdefault(line["task_id"], []).append(turns)
+        names = ("step", "samples", "temperature")
+        kept = {name: summary[name] for name in names if name in summary}
+        results.append(kept | {"solved_in": solved_in})
+    return results

@@ -7,7 +7,8 @@ Environment  13 levels of BabyAI in three tiers, by the number of turns the orac
                  far      8 to 16    unlock a door with a key that is somewhere else (at most 20)
 
              A level generates a maze from a seed. Seeds 0 to 39 are for training, 40 to 54 are held
-             out, and the teacher demonstrates seeds 100 to 999. The teacher also demonstrates
+             out, 70 to 74 are for choosing settings (development), and the teacher demonstrates
+             seeds 100 to 999. The teacher also demonstrates
              levels 22, 27 and 29, on which RL does not train, because all eight samples of a group
              fail there.
 Teacher      the oracle with three moves in ten replaced by random available actions. A model that
@@ -40,7 +41,12 @@ PROMPT_FILE = FOLDER / "prompt.json"
 TIERS = {"near": (1, 2, 4, 9, 19, 30), "middle": (8, 15, 21, 22, 26), "far": (27, 29)}
 PLAYED = {"near": TIERS["near"], "middle": (8, 15, 21, 26)}  # in training and evaluation
 SHARES = {"near": 0.35, "middle": 0.4, "far": 0.25}  # of the teacher's episodes
-SEEDS = {"train": range(40), "held_out": range(40, 55)}
+SEEDS = {"train": range(40), "held_out": range(40, 55), "development": range(70, 75)}
+LISTS = {  # the committed id lists
+    "train": SEEDS["train"],
+    "held_out": SEEDS["held_out"],
+    "evaluated": (*SEEDS["held_out"], *SEEDS["development"]),
+}
 TEACHER_SEEDS = range(100, 1000)
 ERROR = 0.3
 MAX_TURNS = 32  # of a demonstration
@@ -54,6 +60,15 @@ def tier_of(task_id: str) -> str:
     """
     number, _ = level_and_seed(int(task_id.rpartition("_")[2]))
     return next(tier for tier, numbers in TIERS.items() if number in numbers)
+
+
+def is_held_out(task_id: str) -> bool:
+    """Whether a task's maze is held out, and not one for choosing settings.
+
+    >>> is_held_out("babyai_1600"), is_held_out("babyai_2800")
+    (True, False)
+    """
+    return level_and_seed(int(task_id.rpartition("_")[2]))[1] in SEEDS["held_out"]
 
 
 def goals(seeds: Sequence[int]) -> list[int]:
@@ -112,7 +127,7 @@ def demonstrate(
 
 
 if __name__ == "__main__":
-    for name, seeds in SEEDS.items():
+    for name, seeds in LISTS.items():
         rows = [json.dumps({"item_id": f"babyai_{index}"}) for index in goals(seeds)]
         (FOLDER / f"{name}.json").write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
         print(f"{FOLDER / name}.json: {len(rows)} tasks")

@@ -8,18 +8,21 @@ arms are evaluated on held-out goals with 16 turns. FIGURES lists the arms behin
     python recipes/miniature.py --figure horizons  only the runs of one figure
     python recipes/miniature.py status             list the missing runs
 
-Results are written to runs/miniature/results, or with --commit to recipes/results/miniature, where
-tables.py finds them. Options that this command does not know are passed on to the programs.
+Start the command again in another terminal to run two at a time. Results are written to
+runs/miniature/results, or with --commit to recipes/results/miniature, where tables.py finds them.
+Options that this command does not know are passed on to the programs.
 Read next: evidence.py, tables.py.
 """
 
 import argparse
+import fcntl
 import os
 import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +40,7 @@ from recipes.common import (  # noqa: E402
     run_program,
     write_json,
 )
+from recipes.laboratory import is_held_out  # noqa: E402
 
 BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = COMMITTED / "miniature"
@@ -45,6 +49,7 @@ SEEDS = (0, 1, 2)
 NOISE_SEEDS = (0, 1, 2, 3, 4)
 PILOT_SEED = 9  # seed of the runs that choose a learning rate by success on training goals
 RATES = (3e-5, 1e-4, 3e-4)
+HORIZONS = ("short", "long", "stepwise")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "ppo")
 METHODS = ("sft", "dpo", "agentevol", "own")
 SHORT = ("--rounds", "4", "--eval-every", "60")  # the arm that other arms are compared with
@@ -77,6 +82,17 @@ def rate_options(algorithm: str, rate: float) -> tuple[str, ...]:
 
 def pilot(algorithm: str, rate: float) -> str:
     return f"{algorithm}-{rate:g}"
+
+
+# Evaluate at two temperatures, and also on the mazes that choose each arm's learning rate.
+TWICE = (
+    *("--eval-tasks", "recipes/laboratory/evaluated.json"),
+    *("--eval-temperatures", "1", "0.3", "--eval-start-samples", "1"),
+)
+
+
+def at_rate(name: str, rate: float) -> str:
+    return f"{name}-at-{rate:g}"
 
 
 def widening_options(every: int) -> tuple[str, ...]:
@@ -142,9 +158,26 @@ ARMS: dict[str, Arm] = {
     for name in ESTIMATORS
     for rate in RATES
 }
+ARMS |= {
+    at_rate(name, rate): replace(
+        ARMS[name], options=(*ARMS[name].options, *rate_options("grpo", rate), *TWICE)
+    )
+    for rate in RATES
+    for name in HORIZONS
+}
+# As many updates as `short`, from fewer goals per step, so that the turns are equal, too.
+ARMS |= {
+    "long-often": Arm(("--tasks-per-step", "3", "--eval-every", "60", *TWICE), steps=SHORT_STEPS),
+    "stepwise-often": Arm(
+        ("--tasks-per-step", "4", *widening_options(every=60), *TWICE), steps=SHORT_STEPS
+    ),
+}
+OFTEN = ("long-often", "stepwise-often")
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
 FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),  # does a longer horizon help?
+    # does the learning rate decide which horizon is best, or the number of updates?
+    "rates": (*(at_rate(name, rate) for rate in RATES for name in HORIZONS), *OFTEN),
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -152,6 +185,14 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "compute": ("imitation", "rl"),  # how much do more turns and samples help?
     "estimators": (*PILOTS, *ESTIMATORS),  # which advantage? each at the best of three rates
     "methods": (*METHODS, *ESTIMATORS, "stepwise"),  # the other methods, at equal turns
+}
+
+
+# The comparison that each figure is made for. It is written down before the first run; all other
+# differences in a figure's tables are there to be looked at, not to be concluded from.
+PRIMARY = {
+    "rates": "stepwise minus short, each at the rate that solves most development mazes in 16 "
+    "turns (mean of three seeds), on held-out mazes in 16 turns, temperature 1, equal turns",
 }
 
 
@@ -247,7 +288,17 @@ def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
     run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
     result = {"arm": name, "seed": seed} | record(run_dir)
     add_teacher_turns(result, arm, turns)
+    set_development_apart(result)
     return result
+
+
+def set_development_apart(result: Result) -> None:
+    """Move the mazes for choosing settings from `solved_in` of each evaluation to another field,
+    so that no table counts them as held out."""
+    for evaluation in chain(result["held_out"], *result["held_out_at"].values()):
+        solved_in = evaluation["solved_in"]
+        evaluation["solved_in"] = {i: x for i, x in solved_in.items() if is_held_out(i)}
+        evaluation["development"] = {i: x for i, x in solved_in.items() if not is_held_out(i)}
 
 
 def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
@@ -291,12 +342,20 @@ def play_teacher(samples: int = 8) -> Result:
 
 
 def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> bool:
-    """Start or resume the run; return False if there is nothing to run."""
-    results = read_results(FOLDER, RUNS / "results")
-    arm = arm_of(name, results)
-    if arm is None or not arm.program or (name, seed) in results:
+    """Start or resume the run; return False if there is nothing to run, or if another process is
+    at it."""
+    arm = arm_of(name, read_results(FOLDER, RUNS / "results"))
+    if arm is None or not arm.program:
         return False
-    write_json(folder / f"{name}-{seed}.json", play(name, arm, seed, extra))
+    RUNS.mkdir(parents=True, exist_ok=True)
+    with open(RUNS / f"{name}-{seed}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if (name, seed) in read_results(FOLDER, RUNS / "results"):
+            return False
+        write_json(folder / f"{name}-{seed}.json", play(name, arm, seed, extra))
     return True
 
 

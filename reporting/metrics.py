@@ -52,6 +52,7 @@ METRICS: dict[str, str] = {
     "the turn (0..1)",
     "train/groups": "groups, i.e. tasks with at least one valid trajectory (count)",
     "train/groups_zero_variance": "groups in which all returns are equal (count)",
+    "train/groups_mixed": "groups with solved and unsolved trajectories (count)",
     "train/trajectories_used": "trajectories in the loss; in agentevol.py, those added to the "
     "evolving set (count)",
     "train/env_failures": "trajectories lost to a failed environment server or sampler (count)",
@@ -118,6 +119,7 @@ TIMINGS: dict[str, str] = {
     "time/eval_s": "wall time of the held-out evaluation (s)",
     "time/save_s": "wall time of writing the checkpoint (s)",
     "time/step_s": "wall time of the step (s)",
+    "time/cpu_s": "CPU time of rank 0 in the step, without evaluation and saving (s)",
     "rollout/generated_tokens_per_s": "sampled tokens per second of the rollout (tokens/s)",
     "rollout/engine_idle_share": "share of the rollout's time in which the sampler was idle (0..1)",
     "update/tokens_per_s": "tokens per second of the update, without padding (tokens/s)",
@@ -172,8 +174,10 @@ def summarize_trajectories(
     num_repeated = sum(map(num_repeated_tokens, actions))
     num_sampled = sum(map(len, actions))
     returns_of_group: dict[int, list[float]] = defaultdict(list)
+    outcomes_of_group: dict[int, set[bool]] = defaultdict(set)
     for t in valid:
         returns_of_group[t.group_id].append(t.total_return)
+        outcomes_of_group[t.group_id].add(t.success)
     stops = Counter(t.stop_reason for t in trajectories)
     metrics = outcomes(valid)
     for env in envs if len(envs) > 1 else ():
@@ -188,6 +192,7 @@ def summarize_trajectories(
         "train/repeated_token_rate": num_repeated / max(num_sampled, 1),
         "train/groups": len(returns_of_group),
         "train/groups_zero_variance": sum(map(are_equal, returns_of_group.values())),
+        "train/groups_mixed": sum(len(both) == 2 for both in outcomes_of_group.values()),
         "train/trajectories_used": sum(bool(t.used_in_loss) for t in trajectories),
         "train/env_failures": sum(stops[reason] for reason in LOST),
         **{

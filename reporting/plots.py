@@ -137,6 +137,7 @@ class RunFiles:
     method: str
     metrics: list[dict[str, Any]]  # rows of metrics.jsonl
     evaluations: list[dict[str, Any]]  # sorted by step, none later than the last row
+    at_other_temperatures: dict[str, list[dict[str, Any]]]  # name of their folder -> evaluations
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) for every step at which the metric has a value."""
@@ -165,12 +166,17 @@ def read_run(run_dir: str | Path) -> RunFiles:
     saved = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     metrics = read_log(path / "metrics.jsonl")
     last_step = metrics[-1]["step"] if metrics else 0
-    evaluations = [json.loads(file.read_text("utf-8")) for file in path.glob("eval/step_*.json")]
-    # After a resume there can be evaluations of later steps, which the run will repeat.
-    evaluations = [e for e in evaluations if e["step"] <= last_step]
-    evaluations.sort(key=lambda e: e["step"])
+
+    def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+        evaluations = [json.loads(f.read_text("utf-8")) for f in folder.glob("step_*.json")]
+        # After a resume there can be evaluations of later steps, which the run will repeat.
+        evaluations = [e for e in evaluations if e["step"] <= last_step]
+        return sorted(evaluations, key=lambda e: e["step"])
+
     options, method = saved.get("config", {}), saved.get("method", "rl")
-    return RunFiles(path, options, method, metrics, evaluations)
+    others = {f.name: read_evaluations(f) for f in sorted(path.glob("eval/temperature_*"))}
+    evaluations = read_evaluations(path / "eval")
+    return RunFiles(path, options, method, metrics, evaluations, others)
 
 
 # ----------------------------------------------------------------------------------------- one run
@@ -225,6 +231,9 @@ def _draw_main(axis: Any, run: RunFiles) -> None:
         axis.plot(steps, passes, color=PURPLE, lw=1.2, ls="--", label=label)
     if avg := [(e["step"], e["overall"]["avg"]) for e in run.evaluations]:
         band(axis, avg, ORANGE, f"held-out tasks: avg@{samples}, 95 % interval")
+    for name, evaluations in run.at_other_temperatures.items():
+        avg = [(e["step"], e["overall"]["avg"]) for e in evaluations]
+        band(axis, avg, GREEN, f"the same at {name.replace('_', ' ')}", fill=False)
     horizon = run.series("horizon/max_rounds")
     stages = [(turns, next(group)[0]) for turns, group in groupby(horizon, key=lambda p: p[1])]
     for turns, step in stages if len(stages) > 1 else []:

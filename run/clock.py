@@ -56,16 +56,18 @@ class Clock:
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = options or {}
         self.values: dict[str, float] = {}
+        self.cpu_s: dict[str, float] = {}  # phase -> CPU seconds of this process and its threads
         self._start_s = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block as phase `name`. Raises OutOfMemory if an allocation in it fails."""
         reset_peak()
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         with advice(name, self.options):
             yield
         self.values[name] = time.perf_counter() - start_s
+        self.cpu_s[name] = time.process_time() - start_cpu_s
         if name in MEMORY_OF:
             self.values[MEMORY_OF[name]] = peak()
             release_memory()

@@ -88,6 +88,7 @@ class Run:
 
     def write_json(self, name: str, content: Any) -> None:
         if self.writes:
+            files.make_folder((self.path / name).parent)
             files.write_json(self.path / name, content)
 
     def resume_command(self) -> str:

@@ -41,6 +41,7 @@ from run.worker import Worker
 from scale import distributed
 from scale.memory import check_memory
 
+NOT_TRAINING = ("time/eval_s", "time/save_s")  # phases that time/cpu_s leaves out
 EVALUATED = ("best", "best_step", "evaluated_step")  # attributes of a session, saved and restored
 WorkerType = TypeVar("WorkerType", bound=Worker)
 Options = TypeVar("Options", bound=RunConfig)
@@ -226,12 +227,31 @@ class Session(Generic[WorkerType]):
         return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Measure the current policy on held-out tasks; details go to eval/ and trajectories/."""
+        """Measure the current policy on held-out tasks; details go to eval/ and trajectories/.
+        Returns the metrics at the first of --eval-temperatures."""
         if not self.worker.eval_tasks:
             return {}
-        summary, trajectories = self.worker.evaluate(step)
-        self.run.write_json(f"eval/step_{step:06d}.json", summary)
-        self.run.write_trajectories(f"eval_{step:06d}", trajectories)
+        first, *others = self.config.evaluation_temperatures
+        rows = self.measure(step, first, "eval", "")
+        for temperature in others:
+            name = f"temperature_{temperature:g}"
+            self.measure(step, temperature, f"eval/{name}", f"_{name}")
+        metrics = {
+            **by_env("eval/avg", {env: row["avg"]["value"] for env, row in rows.items()}, fmean),
+            **by_env("eval/pass", {env: row["pass"]["value"] for env, row in rows.items()}, fmean),
+            **by_env("eval/return_mean", {e: row["return_mean"] for e, row in rows.items()}, fmean),
+        }
+        self.note_evaluation(step, metrics["eval/avg"])
+        return metrics
+
+    def measure(
+        self, step: int, temperature: float, folder: str, suffix: str
+    ) -> dict[str, dict[str, Any]]:
+        """Play the held-out tasks at one temperature and write the results. Returns the row of
+        each environment."""
+        summary, trajectories = self.worker.evaluate(step, temperature)
+        self.run.write_json(f"{folder}/step_{step:06d}.json", summary)
+        self.run.write_trajectories(f"eval_{step:06d}{suffix}", trajectories)
         rows = {env_name(env): row for env, row in summary["worlds"].items()}
         # Checked per environment, so that losing a small one is noticed.
         if missing := {task.env for task in self.worker.eval_tasks} - rows.keys():
@@ -242,17 +262,12 @@ class Session(Generic[WorkerType]):
         for env, row in rows.items():
             avg, in_env = row["avg"], f" in {env}" if len(rows) > 1 else ""
             samples = f"{summary['samples']} sample{'s' * (summary['samples'] > 1)}"
+            samples += f" at temperature {temperature:g}" if suffix else ""
             distributed.say(
                 f"step {step}: held-out success{in_env} {avg['value']:.1%} "
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], {row['items']} tasks x {samples}"
             )
-        metrics = {
-            **by_env("eval/avg", {env: row["avg"]["value"] for env, row in rows.items()}, fmean),
-            **by_env("eval/pass", {env: row["pass"]["value"] for env, row in rows.items()}, fmean),
-            **by_env("eval/return_mean", {e: row["return_mean"] for e, row in rows.items()}, fmean),
-        }
-        self.note_evaluation(step, metrics["eval/avg"])
-        return metrics
+        return rows
 
     def note_evaluation(self, step: int, score: float) -> None:
         """Record the score after `step`; an equal score does not replace the best."""
@@ -280,6 +295,7 @@ class Session(Generic[WorkerType]):
                 self.save()
         timings = clock.values | {
             "time/step_s": clock.total(),
+            "time/cpu_s": sum(s for phase, s in clock.cpu_s.items() if phase not in NOT_TRAINING),
             "memory/peak_bytes": clock.peak_bytes(),
         }
         self.time_left.note(timings)

@@ -284,17 +284,25 @@ class Worker:
         }
 
     def play(
-        self, requests: Sequence[RolloutRequest], weight_version: int, label: str, log: RolloutLog
+        self,
+        requests: Sequence[RolloutRequest],
+        weight_version: int,
+        label: str,
+        log: RolloutLog,
+        temperature: float | None = None,
     ) -> list[RolloutHandler]:
         """`rollout.collect` on all ranks. Each rank plays a share and gets all trajectories, in
         the order of the requests. `log` covers this rank while playing, and all ranks at the end.
+
+        Args:
+            temperature: if not given, that of training.
         """
         c, ranks = self.config, distributed.world_size()
         share = share_of(requests, distributed.rank(), ranks)
         settings = RolloutSettings(
             max_tokens_per_turn=c.max_tokens_per_turn,
             max_trajectory_tokens=c.max_trajectory_tokens,
-            temperature=c.temperature,
+            temperature=c.temperature if temperature is None else temperature,
             seed=c.seed,
             max_env_failures=1.0,  # lost trajectories are counted below, over all ranks
             record_state=c.record_state,
@@ -319,14 +327,18 @@ class Worker:
             self.say_once(f"note: lost trajectories are not used; last error: {errors[-1]}")
         return handlers
 
-    def evaluate(self, step: int) -> tuple[dict[str, Any], list[RolloutHandler]]:
+    def evaluate(
+        self, step: int, temperature: float
+    ) -> tuple[dict[str, Any], list[RolloutHandler]]:
         """Play the held-out tasks with the current policy; returns a summary and trajectories."""
         c = self.config
         horizons, samples = evaluation_horizons(c), c.samples_at(step)
         requests = all_samples(self.eval_tasks, samples, c.seed, step, horizons)
-        trajectories = self.play(requests, step, "held-out evaluation", RolloutLog())
+        label = "held-out evaluation"
+        trajectories = self.play(requests, step, label, RolloutLog(), temperature)
         longest = [max(horizons.values())]
-        return summarize(trajectories, samples, longest, step), trajectories
+        summary = summarize(trajectories, samples, longest, step)
+        return summary | {"temperature": temperature}, trajectories
 
     # Learning
 
@@ -430,6 +442,8 @@ def plan(config: RunConfig, run_dir: Path, num_tasks: int, num_held_out: int) ->
             f"{c.eval_every} steps (before step 1: {c.samples_at(0)} each), up to "
             f"{max(evaluation_horizons(c).values())} turns"
         )
+        if len(temperatures := c.evaluation_temperatures) > 1:
+            evaluation += f", at temperatures {' and '.join(f'{t:g}' for t in temperatures)}"
     elif getattr(c, "hold_out", 0):
         evaluation = "held-out loss; the checkpoint with the lowest loss is the best"
     return [

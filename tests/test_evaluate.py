@@ -324,12 +324,16 @@ def make_run(folder, **options):
 
 def test_a_run_is_evaluated_with_its_own_evaluation_settings(tmp_path):
     prompt = '[{"role": "system", "content": "Craft."}]'
-    run_config = make_run(tmp_path, prompt=prompt, seed=7, eval_samples=4)
+    temperatures = (1.0, 0.3)
+    run_config = make_run(
+        tmp_path, prompt=prompt, seed=7, eval_samples=4, eval_temperatures=temperatures
+    )
     config = settings_of_run(str(tmp_path), set())
     assert config.model.endswith("checkpoints/step_000004") and config.max_rounds == (5,)
     assert (config.env, config.prompt, config.tasks) == ("textcraft", prompt, "short_test")
     assert (config.subtasks, config.seed, config.samples) == ((), 7, 4)
-    for name in ("max_tokens_per_turn", "max_trajectory_tokens", "temperature", "engine"):
+    assert config.temperature == temperatures
+    for name in ("max_tokens_per_turn", "max_trajectory_tokens", "engine"):
         assert getattr(config, name) == getattr(run_config, name)
     (tmp_path / "checkpoints" / "best").symlink_to("step_000002")
     assert settings_of_run(str(tmp_path), set()).model.endswith("checkpoints/best")

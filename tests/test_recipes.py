@@ -28,7 +28,7 @@ CONFIGS = {config.program: config for config in (Config, SftConfig, DpoConfig, E
 
 def test_a_record_has_the_totals_of_a_run_and_the_turns_of_every_solved_goal(tmp_path):
     def write(name, *lines):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def line(success, turns, reason="success"):
@@ -37,17 +37,20 @@ def test_a_record_has_the_totals_of_a_run_and_the_turns_of_every_solved_goal(tmp
 
     write("config.json", {"config": {"steps": 2}, "command": "train.py"})
     write("metrics.jsonl", {"step": 0}, {"step": 1, "policy/loss": 0.5}, {"step": 2})
-    write("timings.jsonl", {"step": 1, "time/step_s": 9.0, "time/eval_s": 4.0})  # step 2 is missing
+    times = {"time/step_s": 9.0, "time/eval_s": 4.0, "time/cpu_s": 3.0}
+    write("timings.jsonl", {"step": 1, **times})  # step 2 is missing
     write("trajectories/step_000001.jsonl", line(True, 2), line(False, 3, "max_rounds"))
     for step, success in ((0, False), (2, True)):
-        item = {"a": {"avg": float(success), "return_mean": 0.5}}
-        summary = {"step": step, "samples": 2, "overall": {"avg": {"value": 0.5}}, "items": item}
-        write(f"eval/step_{step:06d}.json", summary)
-        write(f"trajectories/eval_{step:06d}.jsonl", line(success, 2), line(False, 1, "env_error"))
+        for folder, suffix, turns in (("", "", 2), ("temperature_0.3/", "_temperature_0.3", 1)):
+            write(f"eval/{folder}step_{step:06d}.json", {"step": step, "samples": 2})
+            lines = line(success, turns), line(False, 1, "env_error")
+            write(f"trajectories/eval_{step:06d}{suffix}.jsonl", *lines)
     record = common.record(tmp_path)
     totals = {"turns": 5, "failed_turns": 3, "tokens": 4, "successes": 1, "seconds": 5.0}
+    totals["cpu_seconds"] = 3.0
     assert record["curve"] == [{"step": 1, **totals, "policy/loss": 0.5}, {"step": 2, **totals}]
     assert [e["solved_in"] for e in record["held_out"]] == [{"a": [0]}, {"a": [2]}]
+    assert [e["solved_in"] for e in record["held_out_at"]["0.3"]] == [{"a": [0]}, {"a": [1]}]
     (tmp_path / "eval/step_000002.json").unlink()
     with pytest.raises(SystemExit, match="expected 0 to 2"):
         common.record(tmp_path)
@@ -92,7 +95,8 @@ def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatc
     words = miniature.arguments_of(arm, 1, data)
     options = checked(read_command_line(words, CONFIGS[arm.program])[0])
     assert (options.steps, options.seed, options.evaluation_rounds) == (arm.steps, 1, 16)
-    assert options.tasks.endswith("train.json") and options.eval_tasks.endswith("held_out.json")
+    assert options.tasks.endswith("train.json")
+    assert Path(options.eval_tasks).stem in ("held_out", "evaluated")
 
 
 def test_an_estimator_waits_for_its_pilots_and_uses_the_best_rate(tmp_path):
