@@ -11,7 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from run.files import write_text  # noqa: E402
 from sft import SftConfig  # noqa: E402
 from trajectory import LOST  # noqa: E402
 
+CLASSES = (SftConfig, DpoConfig, EvolConfig, Config)
 COMMITTED = ROOT / "recipes" / "results"
 CURVE = (
     *("train/return_mean", "train/success_rate", "train/turns_mean", "train/parse_error_rate"),
@@ -96,7 +99,7 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
     words = [*arguments, "--run-dir", str(run_dir)]
     if (run_dir / "config.json").exists():
         words.append("--resume")
-        classes = {config.program: config for config in (Config, SftConfig, DpoConfig, EvolConfig)}
+        classes = {config.program: config for config in CLASSES}
         try:
             with contextlib.chdir(ROOT):
                 options = checked(read_command_line(words, classes[program])[0])
@@ -109,20 +112,34 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
 
 
 def require_alike(results: Sequence[Result]) -> Sequence[Result]:
-    """Return the results if they can be pooled: options that two configs share must be equal,
-    except the seed and options that do not affect training. Otherwise ValueError names the
-    differences."""
+    """Return the results if they can be pooled: their options must be equal, except the seed and
+    options that do not affect training. An option that did not exist yet when a run was made counts
+    as equal if the other run has its default. Otherwise ValueError names the differences."""
     # Task lists were renamed, which does not matter because results are paired by task id. A run
-    # whose demonstrations are in a file ignores num_demonstrations.
+    # whose demonstrations are in a file ignores num_demonstrations. The preset has set options.
     ignored = CHANGEABLE_ON_RESUME - {"steps", "learning_rate_decay_steps"}
-    ignored |= {"seed", "config", "tasks", "eval_tasks", "data", "num_demonstrations"}
+    ignored |= {"seed", "config", "preset", "tasks", "eval_tasks", "data", "num_demonstrations"}
+    ignored |= {"eval_start_samples"}  # an evaluation records its own number
+    defaults = json.loads(json.dumps({f.name: f.default for k in CLASSES for f in fields(k)}))
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
+    for config in configs:  # an option that has become another one
+        if config.pop("learning_rate_scheduler", "") == "linear":
+            config["learning_rate_decay_steps"] = config["steps"]
     for config in configs[1:]:
-        shared = sorted((config.keys() & configs[0].keys()) - ignored)
-        if differences := [name for name in shared if config[name] != configs[0][name]]:
-            values = ", ".join(f"{n} {configs[0][n]} and {config[n]}" for n in differences)
-            raise ValueError(f"cannot pool runs that differ in more than the seed: {values}")
+        names = sorted((config.keys() | configs[0].keys()) - ignored)
+        pairs = {n: [c.get(n, defaults.get(n)) for c in (configs[0], config)] for n in names}
+        if differing := [f"{n} {a} and {b}" for n, (a, b) in pairs.items() if a != b]:
+            text = ", ".join(differing)
+            raise ValueError(f"cannot pool runs that differ in more than the seed: {text}")
     return results
+
+
+def commits_of(results: Sequence[Result]) -> str:
+    """`1 run at 3ee8f6a, 2 at 8efbf3c`"""
+    counts = Counter(result["git_commit"][:7] for result in results if "git_commit" in result)
+    first, *others = [f"{count} at {commit}" for commit, count in counts.items()]
+    run = "run" if first.startswith("1 ") else "runs"
+    return ", ".join([first.replace(" at", f" {run} at"), *others])
 
 
 def record(run_dir: Path) -> Result:

@@ -2,25 +2,38 @@
 
 An evaluation records the number of turns in which each sample solved its held-out goal. This gives
 the share of goals solved within n turns, for every n. To compare runs at equal cost, we choose a
-budget of turns or seconds, and interpolate each goal's success between the evaluations before and
-after it.
+budget of turns and interpolate each goal's success between the evaluations before and after it.
 
-A difference has two 95 % intervals:
+Three things could have been different, so a difference of two arms has three 95 % intervals:
 
-    goals    shows the uncertainty about other goals of the same kind; a goal's value is its mean
-             over samples and seeds (reporting/scoring.py)
-    seeds    mean ± t(n-1) s/√n over the values of the n seeds; shows the uncertainty about other
-             seeds, and is wide for n = 3, where t(2) is 4.3
+    goals     other goals of the same kinds. d_i is the difference for goal i, averaged over seeds:
+              the paired bootstrap of reporting/scoring.py
+    kinds     other kinds of goals. Goals come in kinds that are alike (a level of mazes, a family
+              of items), and all goals of a kind can gain or lose together. With C kinds, D_c = the
+              sum of d_i - d over the goals of kind c, and m goals in all:
+              d ± t(C-1) · √(C/(C-1) · Σ_c D_c²) / m
+    seeds     other runs. d ± t(f) · s · √(1/n_a + 1/n_b), where n_a and n_b are the runs of the two
+              arms. s is the standard deviation between runs of one arm, pooled over all arms of a
+              figure with f degrees of freedom in all. Two runs cannot agree more closely than their
+              evaluations, so s is at least the noise of an evaluation.
 
-Differences are paired, by goal and by seed. Read next: miniature.py, tables.py.
+A run's gain is measured from the start that it shares with others. All evaluations of these weights
+are pooled, because a run that subtracts its own single one adds its noise.
+
+Read next: miniature.py, tables.py.
 """
 
 import math
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,9 +42,7 @@ from reporting.scoring import brackets, estimate_share, paired_bootstrap, percen
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, or a budget
-# The 97.5 % points of Student's t for n seeds. The last one is also used for n > 10, where it is
-# slightly too wide.
-T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+KindOf = Callable[[str], str]  # task_id -> its kind
 
 
 # ------------------------------------------------------------------------------------ reading a run
@@ -51,13 +62,18 @@ def shares(evaluation: Mapping[str, Any], within: float = math.inf) -> Shares:
     }
 
 
-def start(result: Result, within: float = math.inf) -> Shares:
-    return shares(result["held_out"][0], within)
+def evaluations(result: Result, temperature: str = "") -> list[Any]:
+    """The held-out evaluations of a run, at the first temperature ("") or at another one."""
+    return list(result["held_out_at"][temperature] if temperature else result["held_out"])
 
 
-def end(result: Result, within: float = math.inf) -> Shares:
+def start(result: Result, within: float = math.inf, temperature: str = "") -> Shares:
+    return shares(evaluations(result, temperature)[0], within)
+
+
+def end(result: Result, within: float = math.inf, temperature: str = "") -> Shares:
     """The last evaluation, never the best one."""
-    return shares(result["held_out"][-1], within)
+    return shares(evaluations(result, temperature)[-1], within)
 
 
 def only(reading: Reading, accept: Callable[[str], bool]) -> Reading:
@@ -66,20 +82,23 @@ def only(reading: Reading, accept: Callable[[str], bool]) -> Reading:
 
 
 def spent_at(result: Result, step: int, unit: str) -> float:
-    """Turns, tokens or seconds that the run had spent at the end of a step."""
-    return next((float(row[unit]) for row in result["curve"] if row["step"] == step), 0.0)
+    """Turns, tokens or seconds that the run had spent at the end of a step, 0 before step 1."""
+    if step == 0:
+        return 0.0
+    return next(float(row[unit]) for row in result["curve"] if row["step"] == step)
 
 
-def at(budget: float, unit: str, within: float = math.inf) -> Reading:
-    """The shares of a run, goal by goal, at the point where it had spent `budget`.
+def at(budget: float, unit: str, within: float = math.inf, temperature: str = "") -> Reading:
+    """The shares of a run, goal by goal, at the point where it had spent `budget`. Between two
+    evaluations this averages both, so it is slightly less noisy than an evaluation.
 
     Raises:
         ValueError: the run never spent that much.
     """
 
     def reading(result: Result) -> Shares:
-        evaluations = result["held_out"]
-        points = [(spent_at(result, e["step"], unit), shares(e, within)) for e in evaluations]
+        found = evaluations(result, temperature)
+        points = [(spent_at(result, e["step"], unit), shares(e, within)) for e in found]
         for (x0, before), (x1, after) in zip(points, points[1:], strict=False):
             if x0 <= budget <= x1:
                 weight = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0
@@ -95,7 +114,7 @@ def common_budget(results: Sequence[Result], unit: str) -> float:
     return min(float(result["curve"][-1][unit]) for result in results)
 
 
-# ---------------------------------------------------------------------------------- goals and seeds
+# -------------------------------------------------------------------------------------- three means
 
 
 def mean_over_seeds(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -113,65 +132,141 @@ def pooled(results: Sequence[Result], reading: Reading) -> Shares:
     return mean_over_seeds([reading(result) for result in results])
 
 
-def gains_by_seed(before: Sequence[Shares], after: Sequence[Shares]) -> list[float]:
-    """Each seed's difference of means over goals."""
-    pairs = zip(before, after, strict=True)
-    return [statistics.fmean(b.values()) - statistics.fmean(a.values()) for a, b in pairs]
+@cache
+def t_quantile(probability: float, freedom: float) -> float:
+    """Quantile of Student's t, by bisection of its distribution function for t = √f · tan x:
 
+        P(T <= t) = 1/2 + 1/2 ∫_0^x cos^(f-1) / ∫_0^(π/2) cos^(f-1)
 
-def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of the seeds' values with Student's interval; one seed has no interval.
-
-    >>> {name: round(v, 2) for name, v in over_seeds([0.4, 0.5, 0.6]).items()}
-    {'value': 0.5, 'low': 0.25, 'high': 0.75}
+    >>> round(t_quantile(0.975, 2), 2), round(t_quantile(0.975, 24), 2)
+    (4.3, 2.06)
     """
-    mean, n = statistics.fmean(values), len(values)
-    if n == 1:
-        return {"value": mean, "low": None, "high": None}
-    half = T[min(n, 10)] * statistics.stdev(values) / math.sqrt(n)
-    return {"value": mean, "low": mean - half, "high": mean + half}
+
+    def integral(x: float) -> float:
+        return float(np.mean(np.cos((np.arange(4000) + 0.5) / 4000 * x) ** (freedom - 1))) * x
+
+    low, high, total = 0.0, math.pi / 2, integral(math.pi / 2)
+    for _ in range(40):
+        x = (low + high) / 2
+        low, high = (x, high) if 0.5 + integral(x) / total / 2 < probability else (low, x)
+    return math.sqrt(freedom) * math.tan(low)
 
 
-def smallest_effect(values: Sequence[float], seeds: int) -> float:
-    """The difference between two arms of n seeds each at which the interval over seeds just
-    excludes 0: t(n-1) · s · √(2/n). s is the standard deviation of `values`."""
-    return T[min(seeds, 10)] * statistics.stdev(values) * math.sqrt(2 / seeds)
+def over_kinds(differences: Mapping[str, float], kind_of: KindOf) -> dict[str, Any]:
+    """The mean of the goals' differences with its interval over kinds; no interval for one kind.
+
+    >>> differences = {"a1": 0.5, "a2": 0.5, "b1": 0.0, "b2": 0.0}
+    >>> estimate = over_kinds(differences, kind_of=lambda task_id: task_id[0])
+    >>> [round(estimate[name], 2) for name in ("value", "low", "high")]
+    [0.25, -2.93, 3.43]
+    """
+    mean = statistics.fmean(differences.values())
+    sums: dict[str, float] = defaultdict(float)
+    for task_id, difference in differences.items():
+        sums[kind_of(task_id)] += difference - mean
+    count = len(sums)
+    if count == 1 or not any(sums.values()):  # nothing to estimate a spread from
+        return {"value": mean, "low": None, "high": None, "kinds": count}
+    error = math.sqrt(count / (count - 1) * sum(x**2 for x in sums.values())) / len(differences)
+    half = t_quantile(0.975, count - 1) * error
+    return {"value": mean, "low": mean - half, "high": mean + half, "kinds": count}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far apart runs of one arm are: a standard deviation and its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+    def interval(self, value: float, variance: float) -> dict[str, Any]:
+        """`variance`: that of the value, in units of the squared deviation."""
+        if not self.freedom or not self.deviation:
+            return {"value": value, "low": None, "high": None}
+        half = t_quantile(0.975, self.freedom) * self.deviation * math.sqrt(variance)
+        return {"value": value, "low": value - half, "high": value + half}
+
+    def detectable(self, seeds: int, power: float = 0.8) -> float:
+        """The true difference of two arms of so many seeds each whose interval excludes 0 with
+        this probability."""
+        quantiles = (t_quantile(p, self.freedom) for p in (0.975, power))
+        return sum(quantiles) * self.deviation * math.sqrt(2 / seeds)
+
+
+def spread(arms: Sequence[Sequence[Result]], reading: Reading, samples: int) -> Spread:
+    """The spread of runs within arms, pooled. `samples`: per goal and evaluation."""
+    squares, freedom, noise = 0.0, 0, []
+    for results in arms:
+        means = [statistics.fmean(reading(result).values()) for result in results]
+        squares += sum((mean - statistics.fmean(means)) ** 2 for mean in means)
+        freedom += len(means) - 1
+        noise.append(sampling_variance([reading(result) for result in results], samples))
+    variance = squares / freedom if freedom else 0.0
+    return Spread(math.sqrt(max(variance, statistics.fmean(noise))), freedom)
+
+
+def sampling_variance(goals: Sequence[Shares], samples: int) -> float:
+    """The variance of an evaluation's mean over goals that sampling alone causes.
+
+    Args:
+        goals: the shares of several runs of one arm; with one sample per goal, only their
+            differences show the noise, and they include that of training.
+
+    >>> round(sampling_variance([{"a": 0.5, "b": 0.5}], samples=2), 3)
+    0.125
+    """
+    if samples == 1:
+        samples, goals = len(goals), [mean_over_seeds(goals)]
+        return samples * sampling_variance(goals, samples) if samples > 1 else 0.0
+    sums = [sum(p * (1 - p) for p in run.values()) / len(run) ** 2 for run in goals]
+    return statistics.fmean(sums) / (samples - 1)
 
 
 # ------------------------------------------------------------------------------------------- words
 
 
-def change(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """Four cells of a table: number of goals, before, after, difference."""
-    gain = paired_bootstrap(before, after)
-    ends = [percent(estimate_share(list(items.values()))) for items in (before, after)]
-    return [str(gain["items"]), *ends, percent(gain, signed=True)]
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two groups of runs, with its three intervals."""
+
+    goals: dict[str, Any]
+    kinds: dict[str, Any]
+    seeds: dict[str, Any]
+
+    def __str__(self) -> str:
+        """`+3.1 (goals [+1.0, +5.2]; kinds [-0.5, +6.7]; seeds [-2.0, +8.2])`"""
+        parts = [
+            f"{name} {brackets(estimate, signed=True)}" for name, estimate in vars(self).items()
+        ]
+        return f"{100 * self.goals['value']:+.1f} ({'; '.join(parts)})"
+
+
+def compare(
+    runs: Sequence[Result],
+    baseline: Sequence[Result],
+    reading: Reading,
+    base_reading: Reading,
+    kind_of: KindOf,
+    run_spread: Spread,
+    is_start: bool = False,
+) -> Comparison:
+    """`runs` minus `baseline`.
+
+    Args:
+        is_start: the baseline is a start: evaluations of the same weights, whose mean is uncertain
+            only because evaluations are; we neglect that.
+    """
+    after, before = pooled(runs, reading), pooled(baseline, base_reading)
+    common = after.keys() & before.keys()
+    differences = {i: after[i] - before[i] for i in sorted(common)}
+    variance = 1 / len(runs) + (0 if is_start else 1 / len(baseline))
+    return Comparison(
+        paired_bootstrap(before, after),
+        over_kinds(differences, kind_of),
+        run_spread.interval(statistics.fmean(differences.values()), variance),
+    )
 
 
 def cell(results: Sequence[Result], reading: Reading) -> str:
     """`53.1 [48.2, 58.0]`: mean over goals and seeds, with its interval over goals."""
     return percent(estimate_share(list(pooled(results, reading).values())))
-
-
-def seeds_cell(results: Sequence[Result], reading: Reading) -> str:
-    return brackets(over_seeds([statistics.fmean(reading(r).values()) for r in results]))
-
-
-def compare(
-    runs: Sequence[Result], baseline: Sequence[Result], reading: Reading, base_reading: Reading
-) -> str:
-    """`+3.1 (goals [+1.0, +5.2]; seeds [-2.0, +8.2])`: the difference between two arms, or between
-    two readings of one arm, paired by goal and by seed. Seeds that only one arm has are left out;
-    the text then names the remaining seeds."""
-    sides = [{result["seed"]: result for result in arm} for arm in (runs, baseline)]
-    common = sorted(sides[0].keys() & sides[1].keys())
-    if not common:
-        return "- (no seed in common)"
-    a = [reading(sides[0][seed]) for seed in common]
-    b = [base_reading(sides[1][seed]) for seed in common]
-    goals = paired_bootstrap(mean_over_seeds(b), mean_over_seeds(a))
-    gains = gains_by_seed(b, a)
-    text = f"goals {brackets(goals, signed=True)}; seeds {brackets(over_seeds(gains), signed=True)}"
-    if len(common) < max(map(len, sides)):
-        text += f"; only seed{'s' * (len(common) > 1)} {' '.join(map(str, common))}"
-    return f"{100 * goals['value']:+.1f} ({text})"

@@ -15,45 +15,49 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu  # noqa: E402
-from envs import load_tasks  # noqa: E402
+from envs import call_static, get_env  # noqa: E402
+from envs.babyai.levels import LEVELS, level_and_seed  # noqa: E402
+from envs.sciworld.tasks import find_task  # noqa: E402
+from envs.textcraft.recipes import recipe_book  # noqa: E402
 from recipes import memory, miniature, worlds  # noqa: E402
-from recipes.common import COMMITTED, Result, markdown, read_json, require_alike  # noqa: E402
+from recipes.common import (  # noqa: E402
+    COMMITTED,
+    Result,
+    commits_of,
+    markdown,
+    read_json,
+    require_alike,
+)
 from recipes.evidence import (  # noqa: E402
+    KindOf,
     Reading,
     Shares,
+    Spread,
     at,
     cell,
-    change,
     common_budget,
     compare,
     end,
-    gains_by_seed,
     mean_over_seeds,
     only,
-    over_seeds,
     pooled,
-    seeds_cell,
+    sampling_variance,
     shares,
-    smallest_effect,
     spent_at,
+    spread,
     start,
 )
 from recipes.laboratory import PLAYED, tier_of  # noqa: E402
 from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score  # noqa: E402
 from reporting.plots import GREY, PALETTE, band, figure  # noqa: E402
-from reporting.scoring import (  # noqa: E402
-    brackets,
-    estimate_share,
-    paired_bootstrap,
-    pass_at_k,
-    percent,
-)
+from reporting.scoring import brackets, estimate_share, pass_at_k, percent  # noqa: E402
 from run.files import write_text  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
@@ -85,45 +89,89 @@ def seeds_in(results: Sequence[Result]) -> str:
 # -------------------------------------------------------------------------------- the default runs
 
 
-def by_kind(kind_of: Mapping[str, str], before: Shares, after: Shares) -> list[list[str]]:
-    """Rows (kind, its four cells): one for each kind with more than one task, then one for all."""
+def kind_in(env: str) -> KindOf:
+    """task_id -> the kind of an environment's task: goals of a kind are alike."""
+
+    def kind(task_id: str) -> str:
+        index = int(task_id.rpartition("_")[2])
+        if env == "textcraft":  # dark_oak_door -> door
+            return recipe_book().goals[index].rpartition("_")[2]
+        if env == "babyai":
+            return LEVELS[level_and_seed(index)[0] - 1]
+        if env == "sciworld":
+            return find_task(index)[0].name
+        return str(call_static(get_env(env), "subtask", index))
+
+    return cache(kind)
+
+
+KIND_NAMES = {"textcraft": "families", "babyai": "levels", "sciworld": "kinds", "searchqa": "kinds"}
+
+
+@cache
+def starts_of(env: str) -> tuple[Result, ...]:
+    """All evaluations of the weights that the default runs of an environment start from."""
+    methods = ("dpo", "agentevol") if env == "textcraft" else ()
+    results = [r for m in methods for r in results_of("worlds/methods", f"{m}-{env}")]
+    return (*results_of("worlds", env), *results)
+
+
+def changes(
+    env: str,
+    before: Sequence[Result],
+    after: Sequence[Result],
+    at_start: Reading,
+    at_end: Reading,
+    samples: int = 2,
+) -> list[list[str]]:
+    """Rows (sub-task, number of tasks, before, after, difference): one for each sub-task with more
+    than one task, then one for all. `before` are evaluations of the same weights."""
+
+    def subtask(task_id: str) -> str:
+        return str(call_static(get_env(env), "subtask", int(task_id.rpartition("_")[2])))
+
     rows = []
-    for name in [*dict.fromkeys(kind_of.values()), "all"]:
-        evaluations = [
-            {i: x for i, x in items.items() if name in ("all", kind_of[i])}
-            for items in (before, after)
-        ]
-        if len(evaluations[0]) > 1:
-            rows.append([name, *change(*evaluations)])
+    for name in (*sorted({subtask(task_id) for task_id in at_end(after[0])}), "all"):
+        accept = partial(is_in, name, subtask)
+        first, last = only(at_start, accept), only(at_end, accept)
+        if (num_tasks := len(last(after[0]))) > 1:
+            run_spread = spread([after], last, samples)
+            gain = compare(after, before, last, first, kind_in(env), run_spread, is_start=True)
+            row = (name, num_tasks, cell(before, first), cell(after, last), gain)
+            rows.append([str(x) for x in row])
     return rows
 
 
-def by_subtask(results: Sequence[Result]) -> list[list[str]]:
-    """`by_kind` for runs in one environment, whose kinds are its sub-tasks."""
-    env, name = results[0]["env"], results[0]["config"]["eval_tasks"]
-    tasks = load_tasks(env, file=ROOT / name if (ROOT / name).exists() else name)
-    kind_of = {t.task_id: t.subtask for t in sorted(tasks, key=lambda task: task.subtask)}
-    return by_kind(kind_of, pooled(results, start), pooled(results, end))
+def is_in(name: str, part_of: KindOf, task_id: str) -> bool:
+    return name in ("all", part_of(task_id))
 
 
 def default_runs() -> list[str]:
     rows = []
     for env in COLORS:
         results = results_of("worlds", env)
-        rows += [(env, name, seeds_in(results), *cells) for name, *cells in by_subtask(results)]
-    return markdown(f"environment | sub-task | seeds | {CHANGE}", rows)
+        cells = changes(env, starts_of(env), results, start, end)
+        rows += [(env, name, seeds_in(results), *row) for name, *row in cells]
+    commits = "; ".join(f"{env}: {commits_of(results_of('worlds', env))}" for env in COLORS)
+    return [*markdown(f"environment | sub-task | seeds | {CHANGE}", rows), "", f"{commits}."]
 
 
 def default_runs_summary() -> list[str]:
     rows = []
     for env, text in TASKS.items():
-        results = results_of("worlds", env)
-        tasks, *cells = change(pooled(results, start), pooled(results, end))
-        gains = gains_by_seed([start(r) for r in results], [end(r) for r in results])
-        by_seed = " ".join(f"{100 * gain:+.1f}" for gain in gains)
-        interval = brackets(over_seeds(gains), signed=True)
-        rows.append((text, tasks, *cells, f"{by_seed}; {interval}"))
-    return markdown(f"environment | {CHANGE} | each seed; over seeds", rows)
+        results, before = results_of("worlds", env), starts_of(env)
+        run_spread = spread([results], end, results[0]["held_out"][-1]["samples"])
+        gain = compare(results, before, end, start, kind_in(env), run_spread, is_start=True)
+        kinds = f"{gain.kinds['kinds']} {KIND_NAMES[env]}" if gain.kinds["kinds"] > 1 else "-"
+        intervals = [brackets(e, signed=True) for e in (gain.goals, gain.kinds, gain.seeds)]
+        counts = f"{gain.goals['items']}; {kinds}; {len(results)}"
+        ends = [
+            f"{100 * fmean(pooled(r, f).values()):.1f}"
+            for r, f in ((before, start), (results, end))
+        ]
+        rows.append((text, counts, *ends, f"{100 * gain.goals['value']:+.1f}", *intervals))
+    titles = "environment | tasks; kinds; seeds | before, % | after, % | difference, points"
+    return markdown(f"{titles} | over tasks | over kinds | over seeds", rows)
 
 
 def default_runs_of_methods() -> list[str]:
@@ -131,29 +179,34 @@ def default_runs_of_methods() -> list[str]:
     for method in worlds.METHODS:
         results = results_of("worlds/methods", f"{method}-textcraft")
         head = (f"`{method}.py --env textcraft`", seeds_in(results), results[0]["steps"])
-        rows += [(*head, name, *cells) for name, *cells in by_subtask(results)]
+        before = results if method == "sft" else starts_of("textcraft")
+        cells = changes("textcraft", before, results, start, end)
+        rows += [(*head, *row) for row in cells]
     return markdown(f"program | seeds | steps | sub-task | {CHANGE}", rows)
 
 
 def published_split(env: str) -> list[str]:
     """The published test tasks before and after training, by sub-task."""
     results = [result for result in results_of("worlds", env) if result.get("test")]
-    before, after = (
-        mean_over_seeds([result["test"][when]["items"] for result in results])
-        for when in ("before", "after")
-    )
-    kind_of = {task.task_id: task.subtask for task in load_tasks(env, "test")}
-    rows = by_kind(kind_of, before, after)
-    return markdown(f"sub-task | {CHANGE}", rows)
+    first, last = (partial(published, when) for when in ("before", "after"))
+    return markdown(f"sub-task | {CHANGE}", changes(env, results, results, first, last, 1))
+
+
+def published(when: str, result: Result) -> Shares:
+    return dict(result["test"][when]["items"])
 
 
 def controls_of_default() -> list[str]:
     """An earlier default run and its controls. RESULTS.md names the commit with their recipe."""
+    arms = {arm: results_of("learns", arm) for arm in ("rl", "sft", "shuffled")}
+    every = [result for results in arms.values() for result in results]
+    run_spread = spread([arms["rl"]], end, arms["rl"][0]["held_out"][-1]["samples"])
     rows = []
-    for arm in ("rl", "sft", "shuffled"):
-        results = results_of("learns", arm)
-        rows.append((arm, seeds_in(results), *change(pooled(results, start), pooled(results, end))))
-    return markdown(f"arm | seeds | {CHANGE}", rows)
+    for arm, results in arms.items():
+        gain = compare(results, every, end, start, kind_in("textcraft"), run_spread, is_start=True)
+        rows.append((arm, seeds_in(results), gain.goals["items"], cell(results, end), str(gain)))
+    titles = "arm | seeds | tasks | after, % | difference from the start, points"
+    return [f"Start, %: {cell(every, start)}", "", *markdown(titles, rows)]
 
 
 def plot_worlds(path: Path) -> None:
@@ -172,7 +225,8 @@ Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
 FEW_TURNS, ALL_TURNS = 4, 16  # the short training horizon; the horizon of every evaluation
 TURN_LIMITS = (FEW_TURNS, 8, ALL_TURNS)
 LEARNERS = ("rl", "imitation", "filtered")
-NUM_EDGE_STEPS = 30  # first and last steps of a run that `mechanism` reads
+SAMPLES = 2  # of each goal in an evaluation
+level_of = kind_in("babyai")
 
 
 @cache
@@ -191,46 +245,95 @@ def runs_of(name: str) -> Runs:
     return {arm: arm_results for arm, arm_results in runs.items() if arm_results}
 
 
+@cache
+def starts(model: str) -> tuple[Result, ...]:
+    """The laboratory's runs that start from these weights."""
+    results = laboratory_results(include_uncommitted).values()
+    return tuple(r for r in results if r["curve"] and r["config"]["model"] == model)
+
+
+def start_of(runs: Runs) -> tuple[Result, ...]:
+    trained = next(r for results in runs.values() for r in results if r["curve"])
+    return starts(trained["config"]["model"])
+
+
 def in_tier(reading: Reading, tier: str) -> Reading:
     return only(reading, lambda task_id: tier_of(task_id) == tier)
 
 
+def reading_of(runs: Runs, unit: str, temperature: str = "") -> Callable[[float], Reading]:
+    """Turns -> a reading of goals solved within so many turns: at the ends of the runs, or with a
+    unit at the largest budget that all of them reach."""
+    if not unit:
+        return lambda limit: partial(end, within=limit, temperature=temperature)
+    budget = common_budget([r for results in runs.values() for r in results], unit)
+    return lambda limit: at(budget, unit, limit, temperature)
+
+
+def spread_in(runs: Runs, reading: Reading) -> Spread:
+    """The spread of the runs in a figure, without arms that collapsed, whose spread is another."""
+    base = fmean(pooled(start_of(runs), partial(start, within=ALL_TURNS)).values())
+    whole = partial(end, within=ALL_TURNS)
+    trained = [results for results in runs.values() if results[0]["curve"]]
+    alive = [arm for arm in trained if fmean(pooled(arm, whole).values()) > base / 2]
+    return spread(alive, reading, SAMPLES)
+
+
 def comparison(
-    runs: Runs, pairs: Sequence[tuple[str, str]], unit: str = "", tier_limit: int = FEW_TURNS
+    runs: Runs,
+    pairs: Sequence[tuple[str, str]],
+    unit: str = "",
+    tier_limit: int = FEW_TURNS,
+    temperature: str = "",
 ) -> list[str]:
     """Two tables: the success of each arm, and its differences from its start and other arms.
 
     Args:
         pairs: (arm, the arm to subtract or "its start").
-        unit: compare runs at the largest budget in this unit ("turns", "seconds") that all of them
-            reach; with "", at their ends.
+        unit: compare runs at the largest budget in this unit that all of them reach; with "", at
+            their ends.
         tier_limit: maximum turns in which a goal counts as solved in the columns by tier.
     """
-    budget = common_budget([r for results in runs.values() for r in results], unit) if unit else 0
+    reading, before = reading_of(runs, unit, temperature), start_of(runs)
+    if temperature:
+        before = tuple(r for r in before if r.get("held_out_at"))
 
-    def reading_within(limit: int) -> Reading:
-        return at(budget, unit, limit) if unit else partial(end, within=limit)
+    def first(limit: int) -> Reading:
+        return partial(start, within=limit, temperature=temperature)
 
-    trained = [result for results in runs.values() for result in results if result["curve"]]
-    rows = [state_row("start", trained, lambda limit: partial(start, within=limit), tier_limit)]
-    rows += [state_row(arm, results, reading_within, tier_limit) for arm, results in runs.items()]
-    titles = "arm | seeds | minutes | " + " | ".join(f"in {n} turns" for n in TURN_LIMITS)
+    rows = [state_row("start", before, first, tier_limit, None)]
+    rows += [state_row(arm, rs, reading, tier_limit, runs) for arm, rs in runs.items()]
+    titles = "arm | seeds | " + " | ".join(f"in {n} turns" for n in TURN_LIMITS)
     titles += f" | over seeds, in {FEW_TURNS} | over seeds, in {ALL_TURNS}"
     titles += "".join(f" | {tier}, in {tier_limit}" for tier in PLAYED)
-    lines = (
-        [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""] if unit else []
-    )
+    every = [result for results in runs.values() for result in results]
+    lines = []
+    if unit:
+        budget = common_budget(every, unit)
+        lines = [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""]
     lines += [*markdown(titles, rows), ""]
     gains = []
     for arm, baseline in pairs:
         cells = []
         for n in (FEW_TURNS, ALL_TURNS):
-            base_reading = reading_within(n) if baseline in runs else partial(start, within=n)
-            base_runs = runs.get(baseline, runs[arm])
-            cells.append(compare(runs[arm], base_runs, reading_within(n), base_reading))
+            base = (runs[baseline], reading(n)) if baseline in runs else (before, first(n))
+            run_spread = spread_in(runs, reading(n))
+            cells.append(
+                compare(
+                    runs[arm],
+                    base[0],
+                    reading(n),
+                    base[1],
+                    level_of,
+                    run_spread,
+                    baseline not in runs,
+                )
+            )
         gains.append((f"{arm} − {baseline}", *cells))
     titles = f"difference, points | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
-    return lines + markdown(titles, gains)
+    kinds = f"{len({level_of(i) for i in reading(ALL_TURNS)(every[0])})} levels"
+    note = f"{len(reading(ALL_TURNS)(every[0]))} goals of {kinds}; {commits_of(every)}."
+    return [*lines, *markdown(titles, gains), "", note]
 
 
 def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
@@ -238,30 +341,53 @@ def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def state_row(
-    arm: str, results: Sequence[Result], reading_within: Callable[[int], Reading], tier_limit: int
+    arm: str,
+    results: Sequence[Result],
+    reading: Callable[[int], Reading],
+    tier_limit: int,
+    runs: Runs | None,
 ) -> list[str]:
-    seconds = [result["curve"][-1]["seconds"] for result in results if result["curve"]]
-    is_start, seed_limits = arm == "start", (FEW_TURNS, ALL_TURNS)
-    row = [arm, "" if is_start else seeds_in(results)]
-    row += ["" if is_start or not seconds else f"{statistics.fmean(seconds) / 60:.0f}"]
-    row += [cell(results, reading_within(n)) for n in TURN_LIMITS]
-    row += ["" if is_start else seeds_cell(results, reading_within(n)) for n in seed_limits]
-    return row + [cell(results, in_tier(reading_within(tier_limit), tier)) for tier in PLAYED]
+    """Success of one arm of `runs`; None: of a start, whose weights do not depend on a seed."""
+    row = [arm, seeds_in(results) if runs else f"{len(results)} evaluations"]
+    row += [cell(results, reading(n)) for n in TURN_LIMITS]
+    for n in (FEW_TURNS, ALL_TURNS):
+        mean = fmean(pooled(results, reading(n)).values())
+        has_seeds = runs is not None and results[0]["curve"]
+        spread_of = spread_in(runs, reading(n)) if runs and has_seeds else None
+        row.append(brackets(spread_of.interval(mean, 1 / len(results))) if spread_of else "")
+    return row + [cell(results, in_tier(reading(tier_limit), tier)) for tier in PLAYED]
+
+
+def by_level(runs: Runs, unit: str, within: int = ALL_TURNS) -> list[str]:
+    """Success of each arm, level by level. The 15 mazes of a level are too few for an interval
+    that says more than that the large differences are real."""
+    reading, first = reading_of(runs, unit), partial(start, within=within)
+    before = start_of(runs)
+    rows = []
+    for number in (n for levels in PLAYED.values() for n in levels):
+        name, tier = LEVELS[number - 1], tier_of(f"babyai_{number - 1}")
+        accept = partial(is_in, name, level_of)
+        means = [fmean(pooled(before, only(first, accept)).values())]
+        means += [fmean(pooled(rs, only(reading(within), accept)).values()) for rs in runs.values()]
+        level = name.removeprefix("BabyAI-").rpartition("-")[0]
+        rows.append((level, tier, *(f"{100 * x:.0f}" for x in means)))
+    return markdown(f"% solved in {within} turns | tier | start | {' | '.join(runs)}", rows)
 
 
 def horizons() -> list[str]:
     runs = runs_of("horizons")
-    pairs = [("stepwise", "short"), ("stepwise", "long")]
+    pairs = [("long", "short"), ("stepwise", "short"), ("stepwise", "long")]
     lines = comparison(runs, pairs, "turns", ALL_TURNS)
+    lines += ["", *by_level(runs, "turns")]
     titles = "arm | turns a step | in failed episodes, % | groups with signal, %"
-    titles += f" | in the first {NUM_EDGE_STEPS} steps | in the last {NUM_EDGE_STEPS}"
-    titles += " | tokens per success"
+    titles += " | in the first sixth | in the last sixth | tokens per success"
     rows = [(arm, *mechanism(results)) for arm, results in runs.items()]
     return [*lines, "", *markdown(titles, rows)]
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
     """Turns per step, share of them in failed episodes, groups with signal, tokens per success."""
+    sixth = len(results[0]["curve"]) // 6
 
     def signal_share(steps: slice) -> str:
         rows = [row for result in results for row in result["curve"][steps]]
@@ -273,7 +399,7 @@ def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
     turns, failed, tokens, successes = (
         sum(row[name] for row in last) for name in ("turns", "failed_turns", "tokens", "successes")
     )
-    parts = (slice(None), slice(NUM_EDGE_STEPS), slice(-NUM_EDGE_STEPS, None))
+    parts = (slice(None), slice(sixth), slice(-sixth, None))
     return (
         f"{turns / sum(len(result['curve']) for result in results):.0f}",
         f"{100 * failed / turns:.0f}",
@@ -282,20 +408,30 @@ def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
     )
 
 
+TRAINED = ("short", "long", "stepwise", "early", "late", "rl", "imitation", "filtered")
+
+
 def noise() -> list[str]:
-    """The spread over runs of one arm that differ only in their seed."""
-    runs, rows = runs_of("noise")["short"], []
+    """How far apart runs are that differ only in their seed, and what that allows to see."""
+    results = laboratory_results(include_uncommitted)
+    arms = [
+        [r for (arm, _), r in results.items() if arm == name]
+        for name in (*TRAINED, *ESTIMATORS[1:])
+    ]
+    rows = []
     for limit in (FEW_TURNS, ALL_TURNS):
-        ends = [statistics.fmean(end(r, limit).values()) for r in runs]
-        starts = [statistics.fmean(start(r, limit).values()) for r in runs]
-        gains = [after - before for before, after in zip(starts, ends, strict=True)]
-        for name, values in ((f"end, in {limit} turns", ends), ("gain over the start", gains)):
-            seeds = " ".join(f"{100 * v:.1f}" for v in values)
-            mean, deviation = statistics.fmean(values), statistics.stdev(values)
-            spread = (mean, deviation, smallest_effect(values, 3))
-            rows.append((name, seeds, *(f"{100 * v:.1f}" for v in spread)))
-    titles = "short, % | by seed | mean | standard deviation | smallest visible difference"
-    return markdown(titles, rows)
+        reading: Reading = partial(end, within=limit)
+        five = [fmean(reading(r).values()) for r in arms[0]]
+        pool = spread(arms, reading, SAMPLES)
+        variances = [sampling_variance([reading(r) for r in arm], SAMPLES) for arm in arms]
+        values = (statistics.stdev(five), math.sqrt(fmean(variances)), pool.deviation)
+        effects = [pool.detectable(seeds) for seeds in (3, 5, 10)]
+        seeds = " ".join(f"{100 * v:.1f}" for v in five)
+        cells = [f"{100 * v:.1f}" for v in (*values, *effects)]
+        rows.append((f"in {limit} turns", seeds, *cells))
+    titles = "% solved | five runs of short | their standard deviation | noise of an evaluation"
+    titles += f" | standard deviation within {len(arms)} arms | difference found with power 0.8: "
+    return markdown(titles + "3 seeds | 5 seeds | 10 seeds", rows)
 
 
 def teacher() -> list[str]:
@@ -307,17 +443,19 @@ def teacher() -> list[str]:
         for limit in (FEW_TURNS, ALL_TURNS):
             reading: Reading = partial(end, within=limit)
             reading = reading if tier == "all" else in_tier(reading, tier)
-            gap = paired_bootstrap(reading(runs["teacher"][0]), pooled(runs["rl"], reading))
-            cells.append(percent(gap, signed=True))
+            run_spread = spread([runs["rl"]], reading, SAMPLES)
+            cells.append(
+                compare(runs["rl"], runs["teacher"], reading, reading, level_of, run_spread, True)
+            )
         rows.append((tier, *cells))
-    titles = f"rl − teacher, points (over goals) | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
+    titles = f"rl − teacher, points | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
     return [*lines, "", *markdown(titles, rows)]
 
 
 def compute() -> list[str]:
     """Success with more turns and more samples, for the start and for two arms at their ends."""
     runs, limits = runs_of("compute"), (1, 2, 4, 6, 8, 12, 16)
-    cases = {"start": (0, [r for results in runs.values() for r in results])}
+    cases = {"start": (0, list(start_of(runs)))}
     cases |= {arm: (-1, list(results)) for arm, results in runs.items()}
     rows = []
     for name, (index, results) in cases.items():
@@ -364,33 +502,30 @@ def controls() -> list[str]:
 
 
 def widening() -> list[str]:
-    pairs = [("early", "stepwise"), ("late", "stepwise")]
+    pairs = [("early", "stepwise"), ("late", "stepwise"), ("late", "early")]
     return comparison(runs_of("widening"), pairs, "turns", ALL_TURNS)
 
 
 def plot_laboratory(name: str, path: Path) -> None:
-    """Plot held-out success over turns or seconds of training, with the teacher as a line."""
+    """Plot held-out success over turns played in training, with the teacher as a line."""
     runs = {arm: results for arm, results in runs_of(name).items() if "-" not in arm}  # no pilots
     curves = {arm: results for arm, results in runs.items() if results[0]["curve"]}
-    unit, label = ("turns", "turns played in training")
-    if name == "teacher":
-        unit, label = ("seconds", "seconds of training")
     panels = [("all held-out", "", FEW_TURNS), ("all held-out", "", ALL_TURNS)]
     panels += [("middle", "middle", ALL_TURNS)] if name == "horizons" else []
-    offset = 0.01 * max(r["curve"][-1][unit] for results in curves.values() for r in results)
+    offset = 0.01 * max(r["curve"][-1]["turns"] for results in curves.values() for r in results)
     with figure(path, 4.0 * len(panels), 4.2) as picture:
         axes = picture.subplots(ncols=len(panels))
         for axis, (title, tier, limit) in zip(axes, panels, strict=True):
             colors = (*PALETTE, GREY, "#a0522d")
             for i, ((arm, results), color) in enumerate(zip(curves.items(), colors)):
-                points = curve_of(results, unit, tier, limit)
+                points = curve_of(results, "turns", tier, limit)
                 shifted = [(x + i * offset, estimate) for x, estimate in points]  # no overlap
                 band(axis, shifted, color, arm, 100, fill=False)
             for result in runs.get("teacher", ()):
-                value = 100 * statistics.fmean(end(result, limit).values())
+                value = 100 * fmean(end(result, limit).values())
                 axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
             axis.set_title(f"{title} goals, in {limit} turns")
-            axis.set(ylabel="solved, %", xlabel=label)
+            axis.set(ylabel="solved, %", xlabel="turns played in training")
             axis.locator_params(axis="x", nbins=5)
         lines = axes[0].get_legend_handles_labels()
         picture.legend(*lines, loc="outside lower center", ncols=min(5, len(lines[0])))
@@ -406,7 +541,7 @@ def curve_of(
     for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
         goals = mean_over_seeds([seed[step] for seed in by_seed])
         goals = {i: v for i, v in goals.items() if not tier or tier == tier_of(i)}
-        x = statistics.fmean(spent_at(r, step, unit) for r in results) if unit else step
+        x = fmean(spent_at(r, step, unit) for r in results) if unit else step
         points.append((x, estimate_share(list(goals.values()))))
     return points
 

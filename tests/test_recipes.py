@@ -1,6 +1,7 @@
 """The recipes: runs and their records, evidence, tables, and the scripts of large runs."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from agentevol import EvolConfig
 from config import PAPER, Config, checked, complete, parse_command_line, read_command_line
 from dpo import DpoConfig
 from evaluate import EvalConfig
-from recipes import common, laboratory, memory, miniature, tables
+from recipes import common, evidence, laboratory, memory, miniature, tables
 from scale.memory import card_bytes, transient_bytes
 from sft import SftConfig
 
@@ -85,6 +86,13 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_pooled():
         common.require_alike(runs)
     with pytest.raises(ValueError, match="steps 5 and 6"):
         common.require_alike([runs[0], runs[1] | {"steps": 6}])
+    for loss_agg in ("token-mean", "seq-mean"):  # the older run has no such option
+        newer = runs[1] | {"config": runs[1]["config"] | {"loss_agg": loss_agg}}
+        if loss_agg == Config().loss_agg:
+            common.require_alike([runs[0], newer])
+        else:
+            with pytest.raises(ValueError, match=f"loss_agg {Config().loss_agg} and {loss_agg}"):
+                common.require_alike([runs[0], newer])
 
 
 @pytest.mark.parametrize("name", [n for n, arm in miniature.ARMS.items() if ".py" in arm.program])
@@ -116,6 +124,41 @@ def test_the_teachers_turns_count_when_its_episodes_are_used():
     rows = [{"turns": 10.0}, {"turns": 10.0}]
     miniature.add_teacher_turns({"curve": rows}, miniature.ARMS["agentevol"], turns=2.0)
     assert [row["turns"] for row in rows] == [1034.0, 1034.0]
+
+
+# --------------------------------------------------------------------------------------- evidence
+
+
+def runs_with(*shares):
+    """Runs that solved each goal in this share of two samples."""
+    return [{"shares": dict(zip("abcd", goals, strict=True))} for goals in shares]
+
+
+def read(run):
+    return run["shares"]
+
+
+def test_runs_cannot_agree_more_closely_than_their_evaluations():
+    equal = runs_with((0.5,) * 4, (0.5,) * 4, (0.5,) * 4)
+    apart = runs_with((0.0,) * 4, (1.0,) * 4)
+    noise = math.sqrt(4 * 0.25) / 4  # two samples: p (1 - p) / (2 - 1) for each of four goals
+    assert evidence.spread([equal], read, samples=2) == evidence.Spread(noise, 2)
+    both = evidence.spread([equal, apart], read, samples=2)
+    assert both == evidence.Spread(math.sqrt(0.5 / 3), 3)  # pooled: (0 + 2 · 0.5²) / (2 + 1)
+
+
+def test_a_difference_has_an_interval_for_goals_kinds_and_seeds():
+    before = runs_with((0.5, 0.5, 0.5, 0.5))
+    after = runs_with((1.0, 1.0, 0.5, 0.5), (1.0, 1.0, 0.5, 0.5))
+    kind_of = {"a": "x", "b": "x", "c": "y", "d": "y"}.get
+    arguments = (after, before, read, read, kind_of, evidence.Spread(0.1, 2))
+    difference = evidence.compare(*arguments)
+    for estimate in vars(difference).values():
+        assert estimate["value"] == pytest.approx(0.25)
+    assert difference.kinds["high"] == pytest.approx(0.25 + 12.706 * 0.25, abs=1e-3)
+    assert difference.seeds["high"] == pytest.approx(0.25 + 4.303 * 0.1 * math.sqrt(1.5), abs=1e-3)
+    from_start = evidence.compare(*arguments, is_start=True)
+    assert from_start.seeds["high"] == pytest.approx(0.25 + 4.303 * 0.1 * math.sqrt(0.5), abs=1e-3)
 
 
 # ------------------------------------------------------------------------------------- laboratory
