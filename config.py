@@ -320,6 +320,9 @@ class Config(RunConfig, Objective):
     steps_scaling_inter: int = 100  # steps at each horizon, unless it is fixed [paper: 100]
     tasks_per_step: int = 8  # tasks drawn per step [paper: 32]
     group_size: int = 8  # trajectories per task [paper: 8]
+    task_sampling: Literal["uniform", "uncertain"] = "uniform"
+    """uniform: play all tasks in turn; uncertain: draw a task with probability proportional to
+    p (1 - p), where p is its estimated success rate (see docs/commands.md) [paper: uniform]"""
     critic_learning_rate: float = 1e-4  # learning rate of PPO's critic (AdamW) [paper: 1e-5]
     gamma: float = 1.0  # discount factor per policy token (ppo, reinforce_plus_plus) [paper: 1.0]
     lam: float = 1.0  # lambda of generalized advantage estimation (ppo) [paper: 1.0]

@@ -16,7 +16,8 @@ learns from them. Failures outside its control (a dead server, a time-out) are r
 fails too, the trajectory is marked `env_error`, left out of the loss and of its group's baseline,
 and counted.
 
-The last section of this file chooses a step's tasks, as a pure function of the step number.
+The last sections choose a step's tasks: all of them in turn, as a pure function of the step number,
+or those with the least certain outcome (--task-sampling uncertain).
 
 Read first: `trajectory.py`. Read next: `envclient.py`.
 """
@@ -29,7 +30,7 @@ import queue
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -483,6 +484,82 @@ def _order_of(epoch: int, count: int, key: str) -> list[int]:
     return random.Random(f"{key}/{epoch}").sample(range(count), count)
 
 
+# ------------------------------------------------------- tasks whose outcome is least certain
+#
+#     p_i = (solved_i + 1/2) / (played_i + 1)       estimated success rate of task i
+#     P(task i is drawn next) ∝ p_i (1 - p_i)       among the tasks not yet drawn in this step
+#
+# A group of k samples teaches GRPO and RLOO only if its outcomes differ, which has probability
+# 1 - p^k - (1 - p)^k. Like p (1 - p), the variance of an outcome, this is largest at p = 1/2 and 0
+# for a task that is always or never solved.
+
+
+class TaskOutcomes:
+    """How often each task was played and solved, as a dictionary from its id to [solved, played].
+
+    Old counts are halved whenever a task is played again, because the policy has changed since.
+    With the prior of half a success and half a failure (Jeffreys'), a new task has the largest
+    variance. A task that failed 8 of 8 times has a fifth of it, and in groups of 8 no task has less
+    than a ninth, so a task that always failed comes back when the policy may have become better.
+
+    >>> outcomes = TaskOutcomes({"mixed": [4, 8], "failed": [0, 8], "solved": [8, 8]})
+    >>> [round(outcomes.variance(task), 3) for task in ("new", "mixed", "failed", "solved")]
+    [0.25, 0.25, 0.052, 0.052]
+    """
+
+    def __init__(self, counts: Mapping[str, Sequence[float]]) -> None:
+        self.counts = dict(counts)
+
+    def variance(self, task_id: str) -> float:
+        """p (1 - p), where p is the task's estimated success rate."""
+        solved, played = self.counts.get(task_id, (0, 0))
+        p = (solved + 0.5) / (played + 1)
+        return p * (1 - p)
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count a step's outcomes, except those of trajectories lost to the infrastructure."""
+        successes: dict[str, list[bool]] = defaultdict(list)
+        for t in trajectories:
+            if t.is_valid:
+                successes[t.task_id].append(t.success)
+        for task_id, outcomes in successes.items():
+            solved, played = self.counts.get(task_id, (0, 0))
+            self.counts[task_id] = [solved / 2 + sum(outcomes), played / 2 + len(outcomes)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts)}  # a copy, because the next step updates the counts
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts = dict(state["counts"])
+
+
+def draw_uncertain(
+    t: int, variances: Sequence[Sequence[float]], size: int, key: str, weights: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """Like `draw_indices`, but each environment's tasks are drawn without replacement, with
+    probability proportional to their variance. A draw that is larger than the list starts over.
+
+    Every task gets an exponential arrival time whose rate is its variance v. The next to arrive is
+    task i with probability v_i / Σ v, where the sum is over the tasks that have not yet arrived.
+
+    Args:
+        variances: p (1 - p) of each task of each environment.
+
+    >>> draw_uncertain(1, [[0.25, 0.25, 1e-9, 0.25], [0.1, 0.1]], 4, "0", [3, 1])
+    [(0, 1), (0, 3), (0, 0), (1, 0)]
+    """
+    generator = random.Random(f"{key}/uncertain/{t}")
+    arrivals = [[generator.expovariate(v) for v in of_env] for of_env in variances]
+    orders = [sorted(range(len(times)), key=times.__getitem__) for times in arrivals]
+    queues = [iter(order * size) for order in orders]
+    cycle = _env_cycle(len(variances), weights)
+    envs = [cycle[position % len(cycle)] for position in range((t - 1) * size, t * size)]
+    return [(env, next(queues[env])) for env in envs]
+
+
+# ------------------------------------------------------------------------------ their requests
+
+
 def draw_requests(
     t: int,
     tasks: Sequence[Task],
@@ -492,6 +569,7 @@ def draw_requests(
     step: int,
     horizons: Mapping[str, int],
     weights: Sequence[int] = (),
+    outcomes: TaskOutcomes | None = None,
 ) -> list[RolloutRequest]:
     """The requests of the `t`-th draw, labelled with `step`. All samples of a group share one
     environment seed. If a task is drawn twice, the second group continues the sample numbers,
@@ -500,10 +578,15 @@ def draw_requests(
     Args:
         horizons: maximum number of turns in each environment.
         weights: one per environment, in the order in which environments first appear in `tasks`.
+        outcomes: if given, uncertain tasks are drawn more often; otherwise all are played in turn.
     """
     by_env = list(tasks_by_env(tasks).values())
     requests, first, num_samples = [], (t - 1) * num_tasks, Counter[str]()
-    pairs = draw_indices(t, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
+    if outcomes:
+        variances = [[outcomes.variance(task.task_id) for task in tasks] for tasks in by_env]
+        pairs = draw_uncertain(t, variances, num_tasks, str(seed), weights)
+    else:
+        pairs = draw_indices(t, [len(tasks) for tasks in by_env], num_tasks, str(seed), weights)
     for n, (env, index) in enumerate(pairs):
         task, env_seed = by_env[env][index], seed * 1_000_003 + first + n
         k = num_samples[task.task_id]

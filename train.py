@@ -43,6 +43,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from advantages import ESTIMATORS, whiten_per_env
@@ -57,7 +58,7 @@ from losses import (
 )
 from models import load_critic, load_policy
 from reporting.metrics import by_env, summarize_trajectories
-from rollout import RolloutRequest, draw_requests, num_epochs
+from rollout import RolloutRequest, TaskOutcomes, draw_requests, num_epochs
 from run import rundir
 from run.clock import Clock
 from run.progress import phase
@@ -70,6 +71,7 @@ from scale.lora import adapters_off, restart_adapters
 from schedulers import make_scheduler
 from trajectory import RolloutHandler, are_equal
 from update import Learner, padding_of, score_critic, score_policy, update_critic, update_policy
+from warmstart import known_outcomes
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
 
@@ -92,7 +94,7 @@ def train(config: Config) -> Run:
             horizons = w.rounds_at(step)
 
             # --------------------------------------------------------------------------- 2 roll out
-            requests = requests_of(step, w.tasks, config, horizons)
+            requests = requests_of(step, w.tasks, config, horizons, w.task_outcomes)
             with clock("time/rollout_s"):
                 trajectories, speed = w.roll_out(requests)
             if c.shuffle_rewards:
@@ -100,7 +102,7 @@ def train(config: Config) -> Run:
             clock.values |= speed
             usable, num_compared, signal = select(trajectories, config)
             metrics = by_env("horizon/max_rounds", horizons, max)
-            metrics["data/epoch"] = w.epoch_of(step)
+            metrics |= w.note_outcomes(trajectories) | {"data/epoch": w.epoch_of(step)}
 
             if usable:
                 # ---------------------------------------------------------------------- 3 log-probs
@@ -152,12 +154,17 @@ def train(config: Config) -> Run:
 
 
 def requests_of(
-    step: int, tasks: Sequence[Task], config: Config, horizons: Mapping[str, int]
+    step: int,
+    tasks: Sequence[Task],
+    config: Config,
+    horizons: Mapping[str, int],
+    outcomes: TaskOutcomes | None,
 ) -> list[RolloutRequest]:
-    """The step's rollout requests: `rollout.draw_requests`, a pure function of the step."""
+    """The step's rollout requests: `rollout.draw_requests`, a pure function of the step and of the
+    outcomes so far, if they are counted."""
     c = config
     size = c.tasks_per_step, c.group_size
-    return draw_requests(step, tasks, *size, c.seed, step, horizons, c.env_weights)
+    return draw_requests(step, tasks, *size, c.seed, step, horizons, c.env_weights, outcomes)
 
 
 def select(
@@ -229,13 +236,13 @@ class RLWorker(Worker):
                        adapters, so --reset-adapter-every moves it
         schedulers     one per environment: how many turns the agent may take at step t
         kl_controller  the weight of the KL penalty in the reward, fixed or adaptive
+        task_outcomes  with --task-sampling uncertain: how often each task was solved
 
     Raises:
         Misuse: an option does not fit the tasks, the model or the first prompt.
     """
 
     config: Config
-    kl_controller: KLController
 
     def __init__(
         self, config: Config, run: rundir.Run, stack: contextlib.ExitStack, stop: StopRequests
@@ -252,6 +259,11 @@ class RLWorker(Worker):
             for c in config_per_env(config)
         }
         self.kl_controller = KLController(config.kl_coef, config.kl_target)
+        self.task_outcomes: TaskOutcomes | None = None
+        self.stateful = {"kl_controller": self.kl_controller}
+        if config.task_sampling == "uncertain":
+            self.task_outcomes = TaskOutcomes(known_outcomes(config, self.start))
+            self.stateful["task_outcomes"] = self.task_outcomes
 
     def load_models(self) -> None:
         """Load the policy and, if the options need them, PPO's critic and the frozen reference."""
@@ -280,6 +292,16 @@ class RLWorker(Worker):
         """Passes over the tasks after a step; with several environments, the minimum over them."""
         c, counts = self.config, [len(tasks) for tasks in tasks_by_env(self.tasks).values()]
         return min(num_epochs(step, counts, c.tasks_per_step, c.env_weights))
+
+    def note_outcomes(self, trajectories: Sequence[RolloutHandler]) -> dict[str, float]:
+        """With --task-sampling uncertain, count a step's outcomes. Returns the mean p (1 - p) that
+        its tasks had before. All processes have all trajectories, and so the same counts."""
+        if not self.task_outcomes:
+            return {}
+        task_ids = {t.task_id for t in trajectories}
+        uncertainty = fmean(self.task_outcomes.variance(task_id) for task_id in task_ids)
+        self.task_outcomes.update(trajectories)
+        return {"data/task_uncertainty": uncertainty}
 
     def learning_rates(self) -> dict[str, float]:
         return super().learning_rates() | {"critic": self.config.critic_learning_rate}

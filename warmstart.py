@@ -55,7 +55,8 @@ from scale.sync import export_policy
 from update import Learner, decide_sharing
 from update import imitate as imitate_batch
 
-STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters and ABOUT
+STARTS = Path(__file__).parent / "recipes" / "starts"  # <model>-<env>/: adapters and these two:
+OUTCOMES = "outcomes.json"  # {task id: [solved, played]}, how well it plays the training tasks
 ABOUT = "sft.json"  # settings and losses of the training, and a hash of its demonstrations
 
 
@@ -279,3 +280,11 @@ def shipped_adapters(
     about = shipped_start_info(model, env)
     is_same = about.get("records") == record_hash(records) and about["settings"] == asdict(settings)
     return STARTS / f"{model}-{env_name(env)}" if is_same else None
+
+
+def known_outcomes(config: RunConfig, start: str) -> dict[str, list[int]]:
+    """{task id: [solved, played]} measured with the initial weights in `start`; {} unless they are
+    a shipped start. A start that was trained on this machine has a file ABOUT."""
+    file = STARTS / f"{config.model}-{env_name(config.env)}" / OUTCOMES
+    is_shipped = needs_warm_start(config) and not (Path(start) / ABOUT).exists()
+    return json.loads(file.read_text(encoding="utf-8")) if is_shipped and file.exists() else {}

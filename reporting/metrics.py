@@ -96,6 +96,8 @@ METRICS: dict[str, str] = {
     "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
     "kl/coef": "coefficient of the KL penalty in the reward (1)",
     "data/epoch": "passes over the training data; with several environments, the minimum (epochs)",
+    "data/task_uncertainty": "--task-sampling uncertain: mean p (1 - p) of the step's tasks; "
+    "p is a task's success rate as estimated before the step (0..0.25)",
     "data/policy_tokens": "policy tokens in this step's loss (tokens)",
     "data/signal_share": "share of policy tokens (seq-mean: trajectories) kept for the loss (0..1)",
     "data/pairs": "preference pairs in the iteration that begins with this step (pairs)",

@@ -334,14 +334,13 @@ class Session(Generic[WorkerType]):
 
     def state_dict(self) -> dict[str, Any]:
         """The session's own state, saved as JSON beside weights and optimizers."""
-        controller = self.worker.kl_controller
-        state = {"kl_controller": controller.state_dict()} if controller else {}
+        state = {name: part.state_dict() for name, part in self.worker.stateful.items()}
         state["sentinels"] = self.sentinels.state_dict()
         return state | {name: getattr(self, name) for name in ("start", *EVALUATED)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.worker.kl_controller:
-            self.worker.kl_controller.load_state_dict(state["kl_controller"])
+        for name, part in self.worker.stateful.items():
+            part.load_state_dict(state[name])
         self.sentinels.load_state_dict(state["sentinels"])
         for name in EVALUATED:
             setattr(self, name, state[name])

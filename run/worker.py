@@ -39,7 +39,6 @@ from config import (
 from engines import Engine, EngineError
 from envclient import EnvPool, EnvPools, NotSupported, local_server
 from envs import env_name, tasks_by_env
-from losses import KLController
 from models import (
     describe,
     load_policy,
@@ -88,7 +87,7 @@ class Worker:
     say_once = staticmethod(cache(distributed.say))
     num_probes = 2  # number of prompts used to check each weight sync
     has_new_weights = False  # since the last step that the session has completed
-    kl_controller: KLController | None = None
+    stateful: dict[str, Any] = {}  # objects whose `state_dict` a session saves, by name
     pool: EnvPools
     engine: Engine
 

@@ -175,8 +175,9 @@ def test_a_failure_of_rank_0_is_known_to_all(monkeypatch):
 
 def test_a_run_with_two_processes_equals_a_run_with_one(tmp_path):
     with serve() as url:
-        settings = [settings_for(tmp_path / "one", url)]
-        settings += [settings_for(tmp_path / "two", url, env=settings[0]["env"])]
+        settings = [
+            settings_for(tmp_path / name, url, task_sampling="uncertain") for name in ("one", "two")
+        ]
         assert train_main(flags(**settings[0])) == 0
         code, stdout, stderr = launch("tests/train_toy.py", *flags(**settings[1]))
     assert code == 0, stderr
@@ -190,6 +191,10 @@ def test_a_run_with_two_processes_equals_a_run_with_one(tmp_path):
         assert a["turns"][0]["observation_text"] == b["turns"][0]["observation_text"]
         assert a["return"] == b["return"]
         assert b["advantages"] == pytest.approx(a["advantages"], abs=1e-6)
+
+    # Both processes count the outcomes of all tasks, so they agree on the tasks of the next step.
+    tasks = [[line["task_id"] for line in trajectories(run, 2)] for run in runs]
+    assert tasks[0] == tasks[1]
 
     # The metrics of the first step are equal, those of later steps are close.
     metrics = [read_metrics(run) for run in runs]

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import (
@@ -36,11 +37,13 @@ from rollout import (
     THREAD_NAME,
     RolloutLog,
     RolloutRequest,
+    TaskOutcomes,
     TooManyEnvFailures,
     check_failures,
     collect,
     draw_indices,
     draw_requests,
+    draw_uncertain,
     sampling_seed,
 )
 from scale.default_models import resolve_model
@@ -595,3 +598,63 @@ def test_the_draws_of_an_environment_do_not_depend_on_other_environments():
     indices = [index for t in range(1, 7) for _, index in draw_indices(t, [5], 2, "0")]
     pairs = [pair for t in range(1, 7) for pair in draw_indices(t, [5, 3], 4, "0", [1, 1])]
     assert [index for env, index in pairs if env == 0] == indices
+
+
+# ------------------------------------------------------------ tasks whose outcome is least certain
+
+
+def test_tasks_are_drawn_in_proportion_to_their_variance_and_without_replacement():
+    """Worked by hand for variances 2, 1, 1: the first task is 0 with probability 1/2, and task 1
+    then follows 0 with 1/2, or 0 follows 1 with 2/3: 1/2 · 1/2 + 1/4 · 2/3 = 5/12."""
+    num_draws = 10_000
+    draws = [draw_uncertain(t, [[2, 1, 1]], 2, "0") for t in range(1, num_draws + 1)]
+    first = Counter(draw[0][1] for draw in draws)
+    pairs = Counter(frozenset(index for _, index in draw) for draw in draws)
+    tolerance = 0.02  # four standard deviations of a share of 1/2
+    for task, expected in {0: 1 / 2, 1: 1 / 4, 2: 1 / 4}.items():
+        assert first[task] / num_draws == pytest.approx(expected, abs=tolerance)
+    for pair, expected in {(0, 1): 5 / 12, (0, 2): 5 / 12, (1, 2): 1 / 6}.items():
+        assert pairs[frozenset(pair)] / num_draws == pytest.approx(expected, abs=tolerance)
+
+
+def test_a_step_with_more_tasks_than_the_list_plays_all_before_one_is_repeated():
+    indices = [index for _, index in draw_uncertain(3, [[0.25, 0.01, 0.25]], 7, "0")]
+    assert sorted(indices[:3]) == sorted(indices[3:6]) == [0, 1, 2] and indices[6] == indices[0]
+
+
+def test_uncertainty_decides_within_an_environment_and_the_weights_decide_between_them():
+    draws = [draw_uncertain(t, [[1e-9, 1e-9], [1, 1, 1]], 4, "0", [2, 1]) for t in (1, 2, 3)]
+    expected = [draw_indices(t, [2, 3], 4, "0", [2, 1]) for t in (1, 2, 3)]
+    assert [[env for env, _ in d] for d in draws] == [[env for env, _ in d] for d in expected]
+
+
+def outcomes_of(**successes):
+    """One trajectory per success or failure of each task; None: lost to the infrastructure."""
+    return [
+        SimpleNamespace(task_id=task, is_valid=success is not None, success=bool(success))
+        for task, of_task in successes.items()
+        for success in of_task
+    ]
+
+
+def test_old_outcomes_count_half_whenever_a_task_is_played_again_and_lost_ones_do_not_count():
+    outcomes = TaskOutcomes({"mixed": [4, 8], "waiting": [1, 8], "lost": [2, 8]})
+    saved = outcomes.state_dict()
+    outcomes.update(outcomes_of(mixed=[True, False, None, True], lost=[None] * 4, new=[False] * 4))
+    outcomes.update(outcomes_of(new=[True] * 2))
+    expected = {"mixed": [4, 7], "waiting": [1, 8], "lost": [2, 8], "new": [2, 4]}
+    assert outcomes.counts == expected
+    outcomes.load_state_dict(saved)
+    assert outcomes.counts == {"mixed": [4, 8], "waiting": [1, 8], "lost": [2, 8]}
+
+
+def test_new_tasks_come_first_and_a_task_that_always_failed_is_not_forgotten():
+    tasks = [Task(f"t_{n}", n, "", "textcraft") for n in range(3)]
+    outcomes, draws = TaskOutcomes({}), Counter()
+    for _ in range(9):
+        outcomes.update(outcomes_of(t_0=[False] * 8, t_1=[True] * 8))
+    for t in range(1, 1001):
+        (request,) = draw_requests(t, tasks, 1, 1, 0, t, {"textcraft": 5}, outcomes=outcomes)
+        draws[request.task.task_id] += 1
+    assert draws["t_2"] > 4 * max(draws["t_0"], draws["t_1"])
+    assert min(draws["t_0"], draws["t_1"]) > 1000 / 20

@@ -37,7 +37,8 @@ def open_session(tmp_path):
     (tmp_path / "alarms.jsonl").touch()
 
     def make(kl_controller=None, **changes):
-        worker = SimpleNamespace(start="tiny", kl_controller=kl_controller, eval_tasks=[])
+        stateful = {"kl_controller": kl_controller} if kl_controller else {}
+        worker = SimpleNamespace(start="tiny", stateful=stateful, eval_tasks=[])
         return session.Session(Config(**changes), run, worker, stop=None)
 
     yield make
@@ -88,7 +89,7 @@ def test_a_resumed_session_has_the_state_of_an_uninterrupted_one(open_session, c
         return KLController(0.1, 0.02, horizon=100)
 
     uninterrupted = open_session(controller(), on_collapse="stop")
-    uninterrupted.worker.kl_controller.update(1.0, 64)
+    uninterrupted.worker.stateful["kl_controller"].update(1.0, 64)
     uninterrupted.note_evaluation(0, 0.25)
     rows = list(unstable_run(seed=4, num_steps=70))
     for step, row in rows[:40]:
@@ -97,7 +98,7 @@ def test_a_resumed_session_has_the_state_of_an_uninterrupted_one(open_session, c
     resumed = open_session(controller(), on_collapse="stop")
     resumed.load_state_dict(json.loads(json.dumps(state | {"step": 40}, allow_nan=False)))
     assert resumed.state_dict() == state
-    assert resumed.worker.kl_controller.value > 0.1
+    assert resumed.worker.stateful["kl_controller"].value > 0.1
     capsys.readouterr()
     results = []
     for run_session in (uninterrupted, resumed):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_session import SolvedLater
 from toy_env import (
+    Letters,
     NoReward,
     flags,
     options,
@@ -72,6 +73,7 @@ def run_dir(tmp_path_factory):
             eval_samples=1,
             eval_tasks=held_out,
             record_state=True,
+            task_sampling="uncertain",
         )
     assert code == 0
     return path
@@ -189,6 +191,45 @@ def test_a_run_that_resets_its_adapters_is_resumed_exactly(tmp_path):
     assert max(row["sync/log_prob_diff_mean"] for row in rows) < 1e-5
     assert not (checkpoint.folder_of(runs[0], 4) / "adapter").exists()
     assert not saved_tensors(runs[0], 4).get("optimizer"), "the optimizer is new, too"
+
+
+class SolvedIfEven(Letters):
+    """Every second task is always solved, the others never."""
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {"success": self.task_index % 2 == 0}
+
+
+def test_a_run_that_draws_uncertain_tasks_is_resumed_exactly(tmp_path, monkeypatch):
+    """It fails in its fourth step, after the outcomes of that step have been counted."""
+    method = dict(algorithm="reinforce_plus_plus", task_sampling="uncertain", deterministic=True)
+    runs, update = (tmp_path / "run", tmp_path / "uninterrupted"), RLWorker.update
+
+    def failing_update(self, step, *args):
+        if step == 4:
+            raise EngineError("a failure before the weights change")
+        return update(self, step, *args)
+
+    with serve(SolvedIfEven) as url:
+        settings = options(tmp_path, url, **method, steps=8, save_every=8, tasks_per_step=3)
+        assert train_main(flags(**settings | {"run_dir": str(runs[1])})) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(RLWorker, "update", failing_update)
+            assert train_main(flags(**settings)) == 1
+        assert checkpoint.steps_saved(runs[0]) == [3]
+        assert train_main(["--resume", "--run-dir", str(runs[0])]) == 0
+    tasks = [
+        [
+            [t["task_id"] for t in read_log(run / f"trajectories/step_{n:06d}.jsonl")]
+            for n in range(1, 9)
+        ]
+        for run in runs
+    ]
+    assert tasks[0] == tasks[1]
+    assert read_metrics(runs[0]) == read_metrics(runs[1])
+    uncertainties = [row["data/task_uncertainty"] for row in read_metrics(runs[0])]
+    assert uncertainties[0] == 0.25 and max(uncertainties[4:]) < 0.25, "all tasks are known"
 
 
 # --- The trajectories in the loss ----------------------------------------------------------------

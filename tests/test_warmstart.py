@@ -2,6 +2,7 @@
 found."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +117,14 @@ def test_shipped_adapters_are_used_only_for_the_same_model_data_and_settings(
         moved = (weight - base[name]).abs().max()
         assert (unpacked[name] - weight).abs().max() <= 0.02 * moved + 2**-8 * weight.abs().max()
     assert any((trained[name] - base[name]).abs().max() > 1e-3 for name in trained)
+    config = options("textcraft", model="tiny")
+    assert warmstart.known_outcomes(config, merged) == {}
+    (folder / "outcomes.json").write_text('{"textcraft_31": [3, 8]}')
+    assert warmstart.known_outcomes(config, merged) == {"textcraft_31": [3, 8]}
+    for other in (replace(config, warm_start="never"), replace(config, env="babyai")):
+        assert warmstart.known_outcomes(other, merged) == {}
+    (Path(merged) / "sft.json").touch()  # as if it had been trained on this machine
+    assert warmstart.known_outcomes(config, merged) == {}
 
 
 def test_the_default_run_finds_its_shipped_warm_start(empty_cache, monkeypatch):
