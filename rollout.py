@@ -549,15 +549,15 @@ def draw_uncertain(
     [(0, 1), (0, 3), (0, 0), (1, 0)]
     """
     generator = random.Random(f"{key}/uncertain/{t}")
-    arrivals = [[generator.expovariate(v) for v in of_env] for of_env in variances]
+    arrivals = [[generator.expovariate(v) for v in rates] for rates in variances]
     orders = [sorted(range(len(times)), key=times.__getitem__) for times in arrivals]
-    queues = [iter(order * size) for order in orders]
+    queues = [iter(order * -(-size // len(order))) for order in orders]
     cycle = _env_cycle(len(variances), weights)
     envs = [cycle[position % len(cycle)] for position in range((t - 1) * size, t * size)]
     return [(env, next(queues[env])) for env in envs]
 
 
-# ------------------------------------------------------------------------------ their requests
+# ------------------------------------------------------------------------ the requests of a step
 
 
 def draw_requests(

@@ -284,7 +284,7 @@ def shipped_adapters(
 
 def known_outcomes(config: RunConfig, start: str) -> dict[str, list[int]]:
     """{task id: [solved, played]} measured with the initial weights in `start`; {} unless they are
-    a shipped start. A start that was trained on this machine has a file ABOUT."""
+    a shipped start. One that this machine trained has a file ABOUT, a shipped one has none."""
     file = STARTS / f"{config.model}-{env_name(config.env)}" / OUTCOMES
     is_shipped = needs_warm_start(config) and not (Path(start) / ABOUT).exists()
     return json.loads(file.read_text(encoding="utf-8")) if is_shipped and file.exists() else {}
