@@ -78,12 +78,18 @@ def goals(seeds: Sequence[int]) -> list[int]:
 
 
 def play(
-    env: Any, task_index: int, rng: random.Random, error: float = ERROR, max_turns: int = MAX_TURNS
+    env: Any,
+    task_index: int,
+    rng: random.Random,
+    error: float = ERROR,
+    max_turns: int = MAX_TURNS,
+    hides_errors: bool = False,
 ) -> tuple[Record, bool]:
     """An episode of the teacher as an AgentTraj conversation, and whether it succeeded.
 
     Args:
         error: probability of a random move.
+        hides_errors: random moves are not to be imitated.
     """
     observation, success = env.reset(task_index), False
     messages: list[dict[str, Any]] = [
@@ -94,7 +100,8 @@ def play(
         is_random = rng.random() < error
         action = rng.choice(env.available_actions()) if is_random else env.oracle()[1]
         messages.append({"from": "human", "loss": None, "value": observation})
-        messages.append({"from": "gpt", "loss": True, "value": f"Action: {action}"})
+        is_shown = not (is_random and hides_errors)
+        messages.append({"from": "gpt", "loss": is_shown, "value": f"Action: {action}"})
         observation, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             success = info["success"]

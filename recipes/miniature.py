@@ -20,7 +20,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -173,11 +173,35 @@ ARMS |= {
     ),
 }
 OFTEN = ("long-often", "stepwise-often")
+
+
+def imitation(rate: float, seeds: tuple[int, ...] = SEEDS) -> Arm:
+    """`imitation` with another learning rate."""
+    options = (*ARMS["imitation"].options, "--learning-rate", f"{rate:g}", *TWICE)
+    return replace(ARMS["imitation"], options=options, seeds=seeds)
+
+
+IMITATION_RATES = (1e-4, 3e-4, 1e-3)
+ARMS |= {f"imitate-{rate:g}": imitation(rate, (PILOT_SEED,)) for rate in IMITATION_RATES}
+ARMS |= {
+    "practise": replace(ARMS["rl"], options=(*ARMS["rl"].options, *TWICE)),
+    # Imitates the policy's own successes in every 60 goals; plays as many episodes as `practise`.
+    "filter": Arm(
+        (*METHOD, *WEAK, *EVOLVE, "--iterations", "48", "--tasks-per-iteration", "60")
+        + ("--learning-rate", "2e-4", *TWICE),
+        steps=480,
+        program="agentevol.py",
+        num_demonstrations=8,
+        is_weak=True,
+    ),
+}
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
 FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),  # does a longer horizon help?
     # does the learning rate decide which horizon is best, or the number of updates?
     "rates": (*(at_rate(name, rate) for rate in RATES for name in HORIZONS), *OFTEN),
+    # RL against imitation of a weak teacher and of one's own successes; imitation at its best rate
+    "imitation": ("practise", *(f"imitate-{r:g}" for r in IMITATION_RATES), "imitate", "filter"),
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -193,6 +217,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
 PRIMARY = {
     "rates": "stepwise minus short, each at the rate that solves most development mazes in 16 "
     "turns (mean of three seeds), on held-out mazes in 16 turns, temperature 1, equal turns",
+    "imitation": "practise minus imitate, on held-out mazes in 4 turns at the end, temperature 0.3",
 }
 
 
@@ -227,6 +252,21 @@ def chosen_rate(algorithm: str, results: Results) -> float | None:
     return max(scores, key=lambda rate: scores[rate])
 
 
+def best_imitation_rate(results: Results) -> float | None:
+    """The rate whose pilot solves most development mazes in 4 turns; None until all are done."""
+    scores = {}
+    for rate in IMITATION_RATES:
+        result = results.get((f"imitate-{rate:g}", PILOT_SEED))
+        if result is None:
+            return None
+        scores[rate] = num_solved(result["held_out"][-1]["development"])
+    return max(scores, key=lambda rate: scores[rate])
+
+
+def num_solved(solved_in: Mapping[str, Sequence[int]], within: int = 4) -> int:
+    return sum(0 < turns <= within for samples in solved_in.values() for turns in samples)
+
+
 def pilot_score(result: Result) -> float:
     """Share of training episodes solved in the last third of the steps."""
     success = [row["train/success_rate"] for row in result["curve"]]
@@ -234,9 +274,13 @@ def pilot_score(result: Result) -> float:
 
 
 def arm_of(name: str, results: Results) -> Arm | None:
-    """The arm with this name. An estimator has no arm (None) until its pilots have run."""
+    """The arm with this name. An arm whose learning rate is chosen by pilots does not exist (None)
+    until they have run."""
     if name in ARMS:
         return ARMS[name]
+    if name == "imitate":
+        best = best_imitation_rate(results)
+        return None if best is None else imitation(best)
     rate = chosen_rate(name, results)
     return None if rate is None else Arm((*SHORT, *rate_options(name, rate)), steps=SHORT_STEPS)
 

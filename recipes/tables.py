@@ -55,7 +55,17 @@ from recipes.evidence import (  # noqa: E402
     start,
 )
 from recipes.laboratory import PLAYED, tier_of  # noqa: E402
-from recipes.miniature import ESTIMATORS, PILOT_SEED, RATES, pilot, pilot_score  # noqa: E402
+from recipes.miniature import (  # noqa: E402
+    ESTIMATORS,
+    HORIZONS,
+    OFTEN,
+    PILOT_SEED,
+    PRIMARY,
+    RATES,
+    at_rate,
+    pilot,
+    pilot_score,
+)
 from reporting.plots import GREY, PALETTE, band, figure  # noqa: E402
 from reporting.scoring import brackets, estimate_share, pass_at_k, percent  # noqa: E402
 from run.files import write_text  # noqa: E402
@@ -226,6 +236,7 @@ FEW_TURNS, ALL_TURNS = 4, 16  # the short training horizon; the horizon of every
 TURN_LIMITS = (FEW_TURNS, 8, ALL_TURNS)
 LEARNERS = ("rl", "imitation", "filtered")
 SAMPLES = 2  # of each goal in an evaluation
+COOL = "0.3"  # the second temperature of evaluations
 level_of = kind_in("babyai")
 
 
@@ -383,6 +394,81 @@ def horizons() -> list[str]:
     titles += " | in the first sixth | in the last sixth | tokens per success"
     rows = [(arm, *mechanism(results)) for arm, results in runs.items()]
     return [*lines, "", *markdown(titles, rows)]
+
+
+def development(result: Result) -> Shares:
+    """The shares of the mazes that choose a setting, at the end of a run."""
+    return shares({"solved_in": result["held_out"][-1]["development"]}, ALL_TURNS)
+
+
+def best_rates(runs: Runs) -> dict[str, str]:
+    """Horizon -> the arm whose runs solve most development mazes, among its learning rates."""
+    means = {arm: fmean(pooled(results, development).values()) for arm, results in runs.items()}
+    arms = {h: [at_rate(h, rate) for rate in RATES if at_rate(h, rate) in means] for h in HORIZONS}
+    return {h: max(names, key=lambda name: means[name]) for h, names in arms.items() if names}
+
+
+def rates() -> list[str]:
+    runs, titles = runs_of("rates"), "arm | seeds | development, in 16 turns | entropy at the end"
+    lines, rows = [], []
+    for arm, results in runs.items():
+        entropy = fmean(r["curve"][-1]["policy/entropy"] for r in results)
+        rows.append([arm, seeds_in(results), cell(results, development), f"{entropy:.2f}"])
+    for temperature in ("", COOL):
+        reading = reading_of(runs, "turns", temperature)
+        for n in (FEW_TURNS, ALL_TURNS):
+            titles += f" | in {n}, temperature {temperature or 1}"
+            for row, results in zip(rows, runs.values(), strict=True):
+                row.append(cell(results, reading(n)))
+    lines += [*markdown(titles, rows), ""]
+    best = best_rates(runs)
+    if best.keys() < set(HORIZONS):
+        return lines
+    chosen = {horizon: runs[arm] for horizon, arm in best.items()}
+    reading = reading_of(chosen, "turns")
+    run_spread = spread_in(chosen, reading(ALL_TURNS))
+    arguments = (chosen["stepwise"], chosen["short"], reading(ALL_TURNS), reading(ALL_TURNS))
+    found = 100 * run_spread.detectable(min(map(len, chosen.values())))
+    lines += [
+        f"Primary comparison, {PRIMARY['rates']}: {best['stepwise']} − {best['short']} "
+        f"{compare(*arguments, level_of, run_spread)}. Found with power 0.8: {found:.1f} points.",
+        "",
+    ]
+    pairs = [("stepwise", "short"), ("stepwise", "long"), ("long", "short")]
+    for temperature in ("", COOL):
+        lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
+        lines += [*comparison(chosen, pairs, "turns", ALL_TURNS, temperature), ""]
+    equal = {arm: runs[arm] for arm in (at_rate("short", 1e-4), *OFTEN) if arm in runs}
+    pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN if arm in equal]
+    lines += ["Equal turns and equal updates (180), learning rate 1e-4:", ""]
+    return [*lines, *comparison(equal, pairs, "turns", ALL_TURNS), "", *by_level(runs, "turns")]
+
+
+def plot_rates(path: Path) -> None:
+    """Success over the learning rate, for each horizon and two temperatures."""
+    runs = runs_of("rates")
+    with figure(path, 9, 4.2) as picture:
+        axes = picture.subplots(ncols=2)
+        for axis, limit in zip(axes, (FEW_TURNS, ALL_TURNS), strict=True):
+            for temperature, line in (("", "-"), (COOL, "--")):
+                reading = reading_of(runs, "turns", temperature)(limit)
+                for horizon, color in zip(HORIZONS, PALETTE, strict=False):
+                    arms = [(rate, runs.get(at_rate(horizon, rate), ())) for rate in RATES]
+                    points = [(x, fmean(pooled(rs, reading).values())) for x, rs in arms if rs]
+                    label = f"{horizon}, temperature {temperature or 1}"
+                    xs, ys = zip(*points, strict=True)
+                    axis.plot(xs, [100 * y for y in ys], line, color=color, marker="o", label=label)
+                base = start_of(runs)
+                base = tuple(r for r in base if r.get("held_out_at")) if temperature else base
+                first = partial(start, within=limit, temperature=temperature)
+                value = 100 * fmean(pooled(base, first).values())
+                axis.axhline(
+                    value, color=GREY, ls=line, label=f"start, temperature {temperature or 1}"
+                )
+            axis.set_title(f"held-out goals, in {limit} turns")
+            axis.set(ylabel="solved, %", xlabel="learning rate", xscale="log")
+        lines = axes[0].get_legend_handles_labels()
+        picture.legend(*lines, loc="outside lower center", ncols=4)
 
 
 def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
@@ -595,6 +681,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "learns": controls_of_default,
     "worlds-methods": default_runs_of_methods,
     "horizons": horizons,
+    "rates": rates,
     "widening": widening,
     "noise": noise,
     "controls": controls,
