@@ -3,7 +3,7 @@
 The policy writes its reasoning and then one action between triple backticks. Elements are named by
 the number that the observation shows in brackets:
 
-    click [id]            hover [id]           type [id] [text] [0|1]    (1, the default: press Enter)
+    click [id]            hover [id]           type [id] [text] [0|1]    1: press Enter (default)
     select [id] [option]  press [keys]         scroll [down|up]
     goto [url]            go_back              go_forward
     new_tab               tab_focus [number]   close_tab                 stop [answer]

@@ -221,18 +221,21 @@ class Addresses:
     """
 
     def __init__(self, real_by_public: dict[str, str]) -> None:
-        self._real = dict(sorted(real_by_public.items(), key=lambda pair: -len(pair[0])))
-        hosts = {_origin(public): _origin(real) for public, real in self._real.items()}
-        names = {urlsplit(p).netloc: urlsplit(r).netloc for p, r in self._real.items()}
-        self._hosts = hosts
-        # Longest first: one site's address can begin with another one's.
-        pairs = [
-            *((r, p) for p, r in {**hosts, **self._real}.items()),
-            *((r, p) for p, r in names.items()),
+        def longest_first(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+            """One site's address can begin with another one's."""
+            return dict(sorted(pairs, key=lambda pair: -len(pair[0])))
+
+        origins = {_origin(public): _origin(real) for public, real in real_by_public.items()}
+        self._sites = list(real_by_public)
+        self._real = longest_first((origins | real_by_public).items())
+        names = [
+            (public.partition("//")[2], real.partition("//")[2]) for public, real in origins.items()
         ]
-        self._public = dict(sorted(pairs, key=lambda pair: -len(pair[0])))
-        self._pattern = re.compile("|".join(map(re.escape, self._public)) or "(?!)")
-        self.origins = tuple(hosts.values())
+        self._public = longest_first(
+            (real, public) for public, real in [*self._real.items(), *names]
+        )
+        self._pattern = re.compile("|".join(map(re.escape, self._public)))
+        self.origins = tuple(origins.values())
 
     def to_public(self, text: str) -> str:
         return self._pattern.sub(lambda match: self._public[match[0]], text)
@@ -240,11 +243,11 @@ class Addresses:
     def to_real(self, url: str) -> str:
         """The real address of a public one. Raises CannotAct if it is not on one of the sites."""
         url = url if "://" in url else f"http://{url}"
-        for public, real in {**self._real, **self._hosts}.items():
+        for public, real in self._real.items():
             rest = url[len(public) :]
             if url.startswith(public) and (not rest or rest[0] in "/?#"):
                 return real + rest
-        sites = ", ".join(self._real)
+        sites = ", ".join(self._sites)
         raise CannotAct(f"The address {url[:200]} is not on one of the sites: {sites}.")
 
 
@@ -692,12 +695,15 @@ class Session:
 
 
 def _background(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Run a coroutine whose result nobody needs."""
-    task = asyncio.ensure_future(coroutine)
+    """Run a coroutine whose result and errors do not matter."""
+
+    async def run() -> None:
+        with contextlib.suppress(Exception):
+            await coroutine
+
+    task = asyncio.ensure_future(run())
     _tasks.add(task)  # the loop does not keep a reference to its tasks
-    task.add_done_callback(
-        lambda done: (_tasks.discard(done), done.cancelled() or done.exception())
-    )
+    task.add_done_callback(_tasks.discard)
 
 
 _tasks: set[asyncio.Future] = set()

@@ -29,8 +29,8 @@ Environment variables:
     WEBARENA_MAX_LINES        lines of a tree (default: 200)
     SHOPPING, SHOPPING_ADMIN, REDDIT, GITLAB, MAP, WIKIPEDIA, HOMEPAGE
                               addresses of the official sites
-    WEBARENA_AUTH             folder with the cookies (SITE_state.json) that WebArena's auto_login.py
-                              writes for the official sites (default: .auth)
+    WEBARENA_AUTH             folder with the cookies (SITE_state.json) for the official sites, as
+                              WebArena's auto_login.py writes them (default: .auth)
     WEBARENA_JUDGE_URL, WEBARENA_JUDGE_MODEL, WEBARENA_JUDGE_KEY_ENV
                               a chat server (http://HOST:PORT/v1), its model, and the name of the
                               variable with its key, for official tasks whose answers a model judges
@@ -79,7 +79,7 @@ PUBLIC = {
     "WIKIPEDIA": "http://wikipedia.org",
     "HOMEPAGE": "http://homepage.com",
 }
-INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree; \
+INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree.
 [4] is the number of an element. Each turn is one action:
 click [id]: click an element
 type [id] [text] [1]: click a field, type into it and press Enter; with [0] without Enter
@@ -297,8 +297,8 @@ class WebArena:
         task cannot be played here."""
         if needs_judge(self._task) and not has_judge():
             raise TaskIndexError(
-                f"a language model judges the answer to task {self._task_index}; name a chat server "
-                "in WEBARENA_JUDGE_URL"
+                f"a language model judges the answer to task {self._task_index}; name a chat "
+                "server in WEBARENA_JUDGE_URL"
             )
         if not self._task.get("storage_state"):
             return None
@@ -308,8 +308,8 @@ class WebArena:
         )
         if not path.is_file():
             raise TaskIndexError(
-                f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; name "
-                "its folder in WEBARENA_AUTH"
+                f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; "
+                "name its folder in WEBARENA_AUTH"
             )
         return path
 

@@ -37,7 +37,9 @@ class Final(Protocol):
     """What an evaluator may look at when the episode has ended. Texts and URLs hold the public
     addresses."""
 
-    url: str  # of the current tab
+    @property
+    def url(self) -> str:
+        """The address of the current tab."""
 
     def read(self, url: str, locator: str, preparations: Sequence[str]) -> str:
         """The HTML of the page at `url` ("last": the current one), or with a `locator` the value of
@@ -185,7 +187,8 @@ def url_match(references: str, url: str) -> bool:
     """
     reference_urls = [urlsplit(reference.rstrip("/")) for reference in references.split(OR)]
     parts = urlsplit(url.rstrip("/"))
-    query, values = parse_qs(parts.query), {}
+    query = parse_qs(parts.query)
+    values: dict[str, set[str]] = {}
     for reference in reference_urls:
         for name, possible in parse_qs(reference.query).items():
             values.setdefault(name, set()).update(possible)
@@ -218,7 +221,7 @@ def _holds(target: dict[str, Any], final: Final) -> bool:
 def _call(function: str, final: Final, url: str = "last") -> str:
     """Evaluate a "func:NAME(arguments)" of WebArena's tasks, which call five functions."""
     call: Any = ast.parse(function.removeprefix("func:"), mode="eval").body
-    arguments = [node.value for node in call.args if isinstance(node, ast.Constant)]
+    arguments = [str(node.value) for node in call.args if isinstance(node, ast.Constant)]
     match call.func.id:
         case "reddit_get_post_url":
             return _post_url(final.url)

@@ -1,8 +1,8 @@
 """Plays a plan from whatever page the browser shows now.
 
 A plan says for each step on which pages it applies and what to do there, by the roles and names of
-the accessibility tree. The oracle looks only at the current page, as the policy does. So it does not
-matter how the page was reached: after a wrong move it plays the step that applies to the wrong
+the accessibility tree. The oracle looks only at the current page, as the policy does. So it does
+not matter how the page was reached: after a wrong move it plays the step that applies to the wrong
 page, or goes back to the task's start.
 """
 

@@ -15,9 +15,9 @@ Numbers: Elements that one can act on are numbered from 1 in the order of the li
     role such as link, the focusable ones, and those that listen to clicks. Chromium's own numbers
     differ between two sessions that show the same page; ours do not, so the same page gives the
     same text. Plain text has no number, which saves a fifth of the tokens.
-Left out: nodes of which less than 60 % is inside the viewport, like in WebArena; unnamed nodes that
+Left out: nodes of which less than 60 % is inside the viewport, as in WebArena; unnamed nodes that
     only group others; text that one of the three lines above it already holds, or that is the name
-    of the field below it; lines beyond the limit, whose number is told. Frames inside the page are left out, as in WebArena.
+    of the field below it; lines beyond the limit, whose number is told; frames inside the page.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
