@@ -39,10 +39,10 @@ from envs.webarena.tree import HEIGHT, WIDTH, Node, Page, read_page
 
 T = TypeVar("T")
 START_S = 30.0  # to start the browser
-CALL_S = 45.0  # one call of a session; a client waits 60 s
+CALL_S = 50.0  # one call of a session; a client waits 60 s
 ACT_S = 8.0  # until the page has taken a click or a key
-LOAD_S = 12.0  # until a page has loaded
-LOOK_S = 10.0  # to read the page
+LOAD_S = 10.0  # until a page has answered, and again until it has loaded
+LOOK_S = 8.0  # to read the page
 CLOSE_S = 5.0
 QUIET_MS = 150  # without a change of the document and without a request
 MAX_QUIET_S = 2.0  # for pages that never become quiet
@@ -332,32 +332,37 @@ class Tab:
     async def settle(self) -> bool:
         """Wait until the page has loaded and is quiet. False if it is still loading after LOAD_S
         seconds; its loading is then stopped."""
-        end = time.monotonic() + LOAD_S
-        quiet_end = None
+        end, quiet_end = time.monotonic() + LOAD_S, 0.0
         script = _UNTIL_QUIET % (QUIET_MS, MAX_QUIET_S * 1000)
-        while True:
+        while not self.is_gone:
             try:
                 await asyncio.wait_for(self._loaded.wait(), max(end - time.monotonic(), 0.01))
             except TimeoutError:
-                await asyncio.wait_for(self.send("Page.stopLoading"), 2)
-                self._loading.clear()
-                self._loaded.set()
+                await self.stop_loading()
                 return False
             quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
             try:
-                await asyncio.wait_for(self.evaluate(script), MAX_QUIET_S + ACT_S)
+                await asyncio.wait_for(self.evaluate(script), ACT_S)
             except TimeoutError:
                 self.hangs = True
-                return True
             except Exception:  # the document was replaced
-                if self.page.is_closed() or time.monotonic() > end:
+                if time.monotonic() > end:
+                    return False
+                await asyncio.sleep(0.01)
+            else:
+                is_quiet = not self.requests or time.monotonic() > quiet_end
+                if is_quiet and not self._loading:
                     return True
                 await asyncio.sleep(0.01)
-                continue
-            if not self._loading and (not self.requests or time.monotonic() > quiet_end):
-                return True
-            if not self._loading:
-                await asyncio.sleep(0.02)
+        return True
+
+    async def stop_loading(self) -> None:
+        try:
+            await asyncio.wait_for(self.send("Page.stopLoading"), 2)
+        except TimeoutError:
+            self.hangs = True
+        self._loading.clear()
+        self._loaded.set()
 
 
 class Session:
@@ -409,6 +414,7 @@ class Session:
         for url in urls:
             await self._new_tab()
             await self._goto(url)
+            await self._settle()
 
     async def close(self) -> None:
         if hasattr(self, "_context"):
@@ -464,29 +470,33 @@ class Session:
 
     # ------------------------------------------------------------------------------ actions
 
-    async def act(self, action: Action, node: Node | None) -> None:
-        """Play an action and wait for its effects. Raises CannotAct if it has none.
+    async def step(self, action: Action, node: Node | None) -> tuple[Page, str, str]:
+        """Play an action; return the page after it, why it had no effect ("" if it had), and what
+        happened beside it.
 
         Args:
             node: the element of the last observation that the action names.
         """
+        problem = ""
         self._notes.clear()
         for tab in self._tabs:
             tab.requests.clear()
             tab.num_dialogs = tab.num_windows = tab.awaited_windows = 0
         tab = self.tab
         try:
-            limit_s = LOAD_S + 2 if action.kind == "goto" else ACT_S
-            await asyncio.wait_for(self._play(action, node), limit_s)
+            await asyncio.wait_for(self._play(action, node), max(ACT_S, LOAD_S + 1))
         except TimeoutError:
             tab.hangs = True
-        except CannotAct:
-            raise
+        except CannotAct as error:
+            problem = str(error)
         except Exception as error:
-            if tab.is_gone:
-                return
-            raise CannotAct(f"The browser reports: {_first_line(error)}.") from error
+            if not tab.is_gone:
+                problem = f"The browser reports: {_first_line(error)}."
         await self._settle()
+        return await self.look(), self.addresses.to_public(problem), self._take_notes()
+
+    def _take_notes(self) -> str:
+        return self.addresses.to_public(" ".join(self._notes))
 
     async def _settle(self) -> None:
         tab = self.tab
@@ -548,10 +558,9 @@ class Session:
             await self.tab.page.goto(url, wait_until="commit")
         except Exception as error:
             if "Timeout" in str(error):
-                await self.tab.send("Page.stopLoading")
+                await self.tab.stop_loading()
                 raise CannotAct(f"The page did not answer within {LOAD_S:g} s.") from error
             raise CannotAct(f"The page did not open: {_first_line(error)}.") from error
-        await self._settle()
 
     async def _move(self, offset: int) -> None:
         """Go back or forward in the tab's history."""
@@ -596,9 +605,8 @@ class Session:
 
     # ------------------------------------------------------------------------------ looking
 
-    async def look(self) -> tuple[Page, str]:
-        """The current page, with the tabs line, and a text about what happened beside the
-        action. A tab that hangs is replaced."""
+    async def look(self) -> Page:
+        """The current page, with the tabs line. A tab that hangs is replaced."""
         page = None
         for url in (self._start_url, "", ""):  # a start page can hang, too
             if self.tab.is_gone:
@@ -618,8 +626,7 @@ class Session:
             for number, (tab, title) in enumerate(zip(self._tabs, titles))
         ]
         text = self.addresses.to_public(f"{' | '.join(names)}\n\n{page.text}")
-        notes = self.addresses.to_public(" ".join(self._notes))
-        return Page(page.url, page.nodes, text), notes
+        return Page(page.url, page.nodes, text)
 
     async def _read(self) -> Page:
         url = self.addresses.to_public(self.tab.page.url)
@@ -654,8 +661,9 @@ class Session:
             return
         await self._new_tab()
         if url:
-            with contextlib.suppress(CannotAct, TimeoutError):
-                await asyncio.wait_for(self._goto(url), LOAD_S)
+            with contextlib.suppress(CannotAct):
+                await self._goto(url)
+                await self._settle()
 
     async def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
         """For the evaluators: the HTML of the page at `url` ("last": the current one), or the value
@@ -666,8 +674,9 @@ class Session:
             if own is not None:
                 await page.goto(url)
                 await next(tab for tab in self._tabs if tab.page is own).settle()
-            for script in preparations:
-                await page.evaluate(f"() => {script}")
+            with contextlib.suppress(Exception):
+                for script in preparations:
+                    await page.evaluate(f"() => {script}")
             result = await (page.evaluate(f"() => {locator}") if locator else page.content())
             return str(result)
         except Exception:

@@ -290,7 +290,7 @@ class WebArena:
         self._browser, self._session = browser, Session(browser, addresses, self._max_lines)
         urls = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
         browser.call(self._session.open(urls, cookies, state))
-        self._page, _ = browser.call(self._session.look())
+        self._page = browser.call(self._session.look())
 
     def _official_state(self) -> Path | None:
         """The file with the cookies of an official task's accounts. Raises TaskIndexError if the
@@ -349,7 +349,7 @@ class WebArena:
     def _act(self, action: Action) -> str:
         """Play an action and look at the page; return why it had no effect, or ""."""
         assert self._session is not None  # every episode has a session
-        error, node = "", self._page.element(action.number)
+        node = self._page.element(action.number)
         self._outcome = str(action)
         if action.kind in ("click", "hover", "type", "select"):
             if node is None:
@@ -358,11 +358,7 @@ class WebArena:
                 return error
             line = node.line().removeprefix(f"[{node.element_id}] ")
             self._outcome += f" where [{action.number}] is {line}"
-        try:
-            self._browser.call(self._session.act(action, node))
-        except CannotAct as problem:
-            error = self._session.addresses.to_public(str(problem))
-        self._page, notes = self._browser.call(self._session.look())
+        self._page, error, notes = self._browser.call(self._session.step(action, node))
         self._outcome = ". ".join(filter(None, [self._outcome, f"{error} {notes}".strip()]))
         return error
 
