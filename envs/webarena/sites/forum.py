@@ -186,7 +186,7 @@ def post(visit: web.Visit, number: str) -> web.Page:
             web.Form(f"/posts/{number}/vote", label, hidden={"value": value})
             for label, value in (("Upvote", 1), ("Downvote", -1))
         ),
-        web.Form(f"/posts/{number}", "Add comment", [web.Field("Comment", "text", rows=2)]),
+        web.Form(f"/posts/{number}", "Add comment", [web.Field("Comment", "text")]),
         web.Listing(
             {"Author": "author /users/{author}", "Comment": "text", "Date": "created"},
             "SELECT * FROM comments WHERE post = ?",

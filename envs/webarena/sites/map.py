@@ -21,7 +21,6 @@ NAMES = (
     "Orchard,Pearl,Pine,River,Robin,Rose,Silver,Star,Stone,Sun,Swan,Valley,Willow,Windmill"
 ).split(",")
 STREETS = "Bridge Street,Church Lane,High Street,Mill Road,Park Avenue,Queen Street,Station Road"
-Position = sqlite3.Row | dict[str, int]
 SPEEDS = {"car": 50, "bike": 15, "foot": 5}  # kilometres in an hour
 
 
@@ -43,14 +42,14 @@ def make_rows(random: random.Random) -> dict[str, list[tuple]]:
     return {"places": rows}
 
 
-def road(start: Position, end: Position) -> int:
+def road(x1: int, y1: int, x2: int, y2: int) -> int:
     """Metres by road, rounded to 100. Integers only, so that it is the same on every machine.
 
-    >>> road({"x": 0, "y": 0}, {"x": 3000, "y": 4000})
+    >>> road(0, 0, 3000, 4000)
     6300
     """
-    square = (start["x"] - end["x"]) ** 2 + (start["y"] - end["y"]) ** 2
-    return (isqrt(square) * 5 // 4 + 50) // 100 * 100
+    straight = isqrt((x1 - x2) ** 2 + (y1 - y2) ** 2)
+    return (straight * 5 // 4 + 50) // 100 * 100
 
 
 def minutes(meters: int, mode: str) -> int:
@@ -66,7 +65,7 @@ SITE = web.Site(
     "map",
     "OpenStreetMap",
     web.Data("map", SCHEMA, make_rows),
-    nav={"Home": "/", "Directions": "/directions"},
+    nav={"Home": "/", "All places": "/search", "Directions": "/directions"},
     search="Search places",
 )
 DIRECTIONS = [
@@ -89,7 +88,7 @@ def search(visit: web.Visit) -> web.Page:
         web.Filter("Town", "town", TOWNS),
     ]
     return web.Page(
-        f"Places with {visit.query.get('q', '')!r}",
+        "Places",
         web.Listing(COLUMNS, "SELECT * FROM places", search="name", filters=filters),
     )
 
@@ -111,7 +110,8 @@ def nearest(visit: web.Visit, name: str) -> web.Page:
     origin = visit.row("SELECT * FROM places WHERE slug = ?", name)
     category = visit.query.get("category", "")
     sql = "SELECT * FROM places WHERE category = ? AND slug <> ?"
-    meters = {row["name"]: road(origin, row) for row in visit.rows(sql, category, name)}
+    rows = visit.rows(sql, category, name)
+    meters = {row["name"]: road(origin["x"], origin["y"], row["x"], row["y"]) for row in rows}
     near = sorted(meters, key=meters.__getitem__)[:5]
     facts = {name: f"{meters[name] / 1000:.1f} km" for name in near}
     return web.Page(f"Nearest {category} to {origin['name']}", web.Facts(facts))
@@ -126,7 +126,7 @@ def directions(visit: web.Visit) -> web.Page:
     mode = visit.query.get("by", "car")
     if mode not in SPEEDS:
         raise web.Refusal(f"You can travel by {', '.join(SPEEDS)}.")
-    meters = road(*ends)
+    meters = road(*(end[axis] for end in ends for axis in ("x", "y")))
     time = minutes(meters, mode)
     facts = {"Distance": f"{meters / 1000:.1f} km", "Time": f"{time} minutes", "Travel by": mode}
     return web.Page(f"From {ends[0]['name']} to {ends[1]['name']}", web.Facts(facts), form)

@@ -31,6 +31,9 @@ CREATE VIEW catalog AS SELECT p.*, count(r.id) AS reviews, coalesce(round(avg(r.
 CREATE VIEW all_orders AS SELECT o.*, sum(i.quantity * i.price) AS total, group_concat(p.name, ', ')
     AS products FROM orders o JOIN items i ON i.order_id = o.id JOIN products p ON p.id = i.product
     GROUP BY o.id;
+CREATE VIEW sold AS SELECT p.id, name, category, substr(placed, 1, 4) || '-Q' ||
+    ((substr(placed, 6, 2) + 2) / 3) AS quarter, sum(quantity) AS sold FROM items JOIN orders o
+    ON o.id = order_id JOIN products p ON p.id = product GROUP BY p.id, quarter;
 """
 CATEGORIES = {
     "Kitchen": "kettle,toaster,frying pan,bread knife,teapot,mixing bowl,coffee grinder",
@@ -90,7 +93,7 @@ def make_rows(random: random.Random) -> dict[str, list[tuple]]:
     for number, placed in enumerate(dates, 1001):
         customer = customers[0] if number % 24 == 0 else random.choice(customers[1:])
         status = random.choice(ORDER_STATUS if placed > "2026-04" else ORDER_STATUS[3:])
-        orders.append((number, customer[1], placed, customer[5], status))
+        orders.append((number, customer[1], placed, random.choice(TOWNS), status))
         for product in random.sample(products, random.choice((1, 1, 2, 3))):
             items.append((number, product[0], random.choice((1, 1, 1, 2, 3)), product[4]))
     for product in products:
@@ -166,7 +169,12 @@ def product(visit: web.Visit, name: str) -> web.Page:
         row["name"],
         web.Text(row["description"]),
         web.Facts(facts),
-        web.Form("/cart/add", "Add to cart", [web.Field("Quantity", "quantity", 1)], hidden),
+        web.Form(
+            "/cart/add",
+            "Add to cart",
+            [web.Field("Quantity", "quantity", options="123456789")],
+            hidden,
+        ),
         web.Form("/wishes/add", "Add to wish list", hidden=hidden),
         web.Links("", [("Write a review", f"/products/{name}/review")]),
         web.Listing(
@@ -220,7 +228,7 @@ def cart(visit: web.Visit) -> web.Page:
 
 @SITE.page("/wishes")
 def wishes(visit: web.Visit) -> web.Page:
-    columns = {"Product": "name /products/{slug}", "Remove": removal("/wishes/remove")}
+    columns: dict = {"Product": "name /products/{slug}", "Remove": removal("/wishes/remove")}
     sql = "SELECT p.* FROM wishes JOIN products p ON id = product"
     return web.Page("Wish list", web.Listing(columns, sql))
 
