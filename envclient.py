@@ -249,7 +249,12 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             self._session_id = None
             self.open()
             answer = self._call("POST", "/reset", **body)
-        observation = self._wire.first_observation(answer)
+        try:
+            observation = self._wire.first_observation(answer)
+        except ValueError as error:
+            raise self._unexpected(answer, "/reset", str(error)) from error
+        if self._wire.first_from_observation:
+            observation = self._call("GET", "/observation")
         observation = self._field(observation, "/reset", "observation", str)
         self._score, self._is_running = 0.0, True
         return observation
@@ -314,7 +319,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             timeout_s = min(self.timeout_s, CLOSE_TIMEOUT_S)
             with contextlib.suppress(EnvError):
                 fields = {self._wire.session_field: session_id}
-                was_open = self._request("POST", "/close", fields, timeout_s) is True
+                answer = self._request("POST", "/close", fields, timeout_s)
+                was_open = self._wire.was_open(answer)
         self._http.close()
         return was_open
 

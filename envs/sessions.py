@@ -262,6 +262,8 @@ class Episodes:
             ("GET", "/state"): partial(self._ask, method="state_for_people"),
             ("GET", "/oracle"): self._oracle,
         }
+        if self.wire.list_path:
+            self._answers["GET", self.wire.list_path] = self._list
         for path, (kind, method) in self.wire.paths.items():
             if kind == "STEP":
                 self._answers["POST", path] = partial(self._step, extra_method=method)
@@ -325,6 +327,9 @@ class Episodes:
 
     async def _close(self, fields: Any) -> Any:
         return self.wire.close(await self.sessions.close(self._session_id(fields)))
+
+    async def _list(self, fields: Any) -> Any:
+        return list(self.sessions.table)
 
     async def _observation(self, fields: Any) -> Any:
         async with self._episode(fields, before_reset=True) as (_, turn):

@@ -48,6 +48,8 @@ class Wire:
     # Additional paths: /name -> (GET or POST, the method of the environment that answers), or
     # (STEP, a method that returns a dict, which is added to the answer of a step).
     paths: Mapping[str, tuple[str, str]] = {}
+    list_path = ""  # GET this path to list the numbers of the open sessions
+    first_from_observation = False  # our client reads the first observation from GET /observation
     first_reward_ends = False  # our client ends an episode on AgentGym's server at its first reward
 
     def root(self) -> Any:
@@ -69,13 +71,18 @@ class Wire:
     def close(self, was_open: bool) -> Any:
         return was_open
 
+    def was_open(self, answer: Any) -> bool:
+        """Whether a session was open, from the answer of /close."""
+        return answer is True
+
     def to_points(self, reward: float) -> float:
         """A reward of 0..1 in the points that HTTP answers use; a whole number becomes an int."""
         points = round(reward * self.points, 9)
         return int(points) if points == int(points) else points
 
     def first_observation(self, answer: Any) -> Any:
-        """The first observation, from the answer of /reset; some answers are plain text."""
+        """The first observation, from the answer of /reset; some answers are plain text. Raises
+        ValueError as `outcome` does if the answer reports a failure."""
         return answer.get("observation") if isinstance(answer, dict) else answer
 
     def outcome(self, answer: Mapping[str, Any], past_return: float) -> Outcome:

@@ -1,9 +1,17 @@
-"""Plays a plan from whatever page the browser shows now."""
+"""Plays a plan from whatever page the browser shows now.
+
+A plan says for each step on which pages it applies and what to do there, by the roles and names of
+the accessibility tree. The oracle looks only at the current page, as the policy does. So it does
+not matter how the page was reached: after a wrong move it plays the step that applies to the wrong
+page, or goes back to the task's start.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from envs.webarena.tree import Page
+from envs import OracleLost
+from envs.webarena.actions import Action
+from envs.webarena.tree import HEIGHT, Node, Page
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,54 @@ def both(*conditions: Callable[[Page], bool]) -> Callable[[Page], bool]:
 
 
 def next_move(page: Page, plan: Plan, start_url: str, previous: str) -> tuple[str, str]:
-    """A thought and the next action of the plan, or the way back to its start.
+    """A thought and the next action of the plan, or the way back to its start. Raises OracleLost if
+    the start does not help.
 
     Args:
         start_url: the task's, as the policy sees it.
         previous: the action that was played last; "" at the start.
     """
-    raise NotImplementedError
+    for step in reversed(plan):
+        if step.when(page) and (action := _action(page, step.act, previous)):
+            return step.goal, str(action)
+    back = str(Action("goto", text=start_url))
+    if previous == back:
+        raise OracleLost("no step of the plan applies to the page on which the task starts")
+    return "This page does not help, so I go back to the start.", back
+
+
+def _action(page: Page, act: tuple[str, ...], previous: str) -> Action | None:
+    """What to do for a step now; None if its element is not on the page."""
+    kind, *fields = act
+    if kind in ("press", "goto", "stop"):
+        return Action(kind, text=fields[0])
+    role, name, *rest = fields
+    node = page.find(role, name)
+    if node is None or not node.element_id:
+        return _scroll_to(node)
+    if kind == "click":
+        return Action("click", node.element_id)
+    if kind == "select":
+        return Action("select", node.element_id, rest[0])
+    text, enter = rest
+    if not node.value:
+        return Action("type", node.element_id, text, enter == "1")
+    if not node.states.get("focused"):
+        return Action("click", node.element_id)
+    if node.value == text:
+        return Action("press", text="Enter") if enter == "1" else None
+    # A click in a field removes the selection, so this takes two actions.
+    clear = str(Action("press", text="Control+a"))
+    return Action("press", text="Backspace" if previous == clear else "Control+a")
+
+
+def _scroll_to(node: Node | None) -> Action | None:
+    """The action that brings a node closer; None if it has no box or is inside the viewport."""
+    if node is None or not node.box[3]:
+        return None
+    _, top, _, height = node.box
+    if top >= HEIGHT or top + height <= 0:
+        return Action("scroll", text="down" if top > 0 else "up")
+    if top < 0 or top + height > HEIGHT:  # cut by the edge; these keys move by less than a screen
+        return Action("press", text="PageUp" if top < 0 else "PageDown")
+    return None

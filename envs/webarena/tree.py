@@ -1,7 +1,44 @@
-"""The page as the policy reads it."""
+"""The accessibility tree as text: what a policy reads of a web page.
 
-from dataclasses import dataclass
+A browser computes this tree for screen readers: a role, a name and a state for everything that has
+a meaning, and nothing for boxes and styles. Chromium gives us the tree of the whole page and the
+boxes of all elements. A line of the text is one node in the viewport, with tabs for the depth:
+
+    heading 'Kettles'
+    [4] searchbox 'Search products' value: 'kettle' focused: True
+    [5] combobox 'Sort by' value: 'Price' options: 'Price' | 'Name'
+    row
+        [6] link 'Copper kettle'
+        cell '24.99'
+
+Numbers: Elements that one can act on are numbered from 1 in the order of the lines: those with a
+    role such as link, the focusable ones, and those that listen to clicks. Chromium's own numbers
+    differ between two sessions that show the same page; ours do not, so the same page gives the
+    same text. Plain text has no number, which saves a fifth of the tokens.
+Left out: nodes of which less than 60 % is inside the viewport, as in WebArena; unnamed nodes that
+    only group others; text that one of the three lines above it already holds, or that is the name
+    of the field below it; lines beyond the limit, whose number is told; frames inside the page.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
+
+WIDTH, HEIGHT = 1280, 720  # of the viewport, in pixels
+MIN_IN_VIEW = 0.6  # of a node's area
+MAX_NAME = 1000  # characters of a name or value
+MAX_OPTIONS = 20  # of a combobox
+FIELDS = {"textbox", "searchbox", "spinbutton", "combobox", "slider", "Date", "DateTime"}
+ACTIONABLE = FIELDS | {
+    *("link", "button", "checkbox", "radio", "switch", "tab", "option", "listbox", "treeitem"),
+    *("menuitem", "menuitemcheckbox", "menuitemradio", "DisclosureTriangle"),
+}
+GROUPS = {"table", "row", "article"}  # shown without a name: they tell what belongs together
+NOISE = {"InlineTextBox", "LineBreak", "ListMarker", "RootWebArea", "none"}
+CELLS = {"cell", "gridcell", "columnheader", "rowheader"}
+STATES = ("checked", "selected", "expanded", "pressed", "disabled", "required", "focused")
+SHOWN_WHEN_FALSE = ("checked", "expanded", "pressed")
 
 
 @dataclass(frozen=True)
@@ -11,10 +48,27 @@ class Node:
     role: str  # "link", "button", "textbox", "combobox", "heading", "cell", "StaticText", ...
     name: str
     value: str = ""  # the text in a field, the chosen option of a combobox
-    options: tuple[str, ...] = ()  # of a combobox or listbox
-    is_checked: bool = False  # of a checkbox or radio
+    options: tuple[str, ...] = ()  # of a combobox
+    states: Mapping[str, bool] = field(default_factory=dict)  # of STATES
     element_id: int = 0  # the number in brackets; 0 outside the viewport and for plain text
-    top: float = 0.0  # of its box below the viewport's upper edge, in pixels: negative is above
+    backend_id: int = 0  # Chromium's number
+    box: tuple[float, float, float, float] = (0, 0, 0, 0)  # left, top, width, height in pixels
+
+    @property
+    def is_checked(self) -> bool:
+        return self.states.get("checked", False)
+
+    def line(self) -> str:
+        parts = [f"[{self.element_id}]"] if self.element_id else []
+        parts += [self.role, *([repr(self.name)] if self.name or self.element_id else [])]
+        if self.value:
+            parts.append(f"value: {self.value!r}")
+        if self.options:
+            more = len(self.options) - MAX_OPTIONS
+            names = " | ".join(map(repr, self.options[:MAX_OPTIONS]))
+            parts.append(f"options: {names}{f' and {more} more' if more > 0 else ''}")
+        shown = {k: v for k, v in self.states.items() if v or k in SHOWN_WHEN_FALSE}
+        return " ".join([*parts, *(f"{name}: {value}" for name, value in shown.items())])
 
 
 @dataclass(frozen=True)
@@ -23,6 +77,7 @@ class Page:
 
     url: str
     nodes: tuple[Node, ...] = ()
+    text: str = ""  # the lines of the nodes in the viewport
 
     @property
     def path(self) -> str:
@@ -37,3 +92,145 @@ class Page:
     def find(self, role: str, name: str) -> Node | None:
         """The first node with exactly this role and name."""
         return next((n for n in self.nodes if (n.role, n.name) == (role, name)), None)
+
+    def element(self, element_id: int) -> Node | None:
+        """The node with this number."""
+        nodes = (node for node in self.nodes if node.element_id)
+        return next((node for node in nodes if node.element_id == element_id), None)
+
+
+def read_page(url: str, tree: list[dict], snapshot: dict, max_lines: int) -> Page:
+    """Build a page from Chromium's answers.
+
+    Args:
+        tree: nodes of Accessibility.getFullAXTree.
+        snapshot: of DOMSnapshot.captureSnapshot.
+        max_lines: the text has at most this many lines of nodes.
+    """
+    layout = _Layout(snapshot)
+    nodes: list[Node] = []
+    lines: list[str] = []
+    num_elements = num_cut = 0
+    for depth, node, is_actionable in _walk(tree, layout):
+        if depth is not None and _is_repeated(node, lines):
+            depth = None
+        if depth is not None and lines and _is_label(lines[-1], node):
+            lines.pop()
+        if depth is not None and len(lines) >= max_lines:
+            num_cut, depth = num_cut + 1, None
+        if depth is not None:
+            if is_actionable:
+                num_elements += 1
+                node = Node(**vars(node) | {"element_id": num_elements})
+            lines.append("\t" * depth + node.line())
+        nodes.append(node)
+    if num_cut:
+        lines.append(f"({num_cut} more lines of this screen are not shown)")
+    if layout.top > 0:
+        lines.insert(0, "(more above: scroll [up])")
+    if layout.top + HEIGHT < layout.height - 1:
+        lines.append("(more below: scroll [down])")
+    return Page(url, tuple(nodes), "\n".join(lines))
+
+
+class _Layout:
+    """Boxes of the DOM nodes in the viewport's coordinates, and which of them listen to clicks."""
+
+    def __init__(self, snapshot: dict) -> None:
+        document = snapshot["documents"][0]
+        left, self.top = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
+        self.height = document.get("contentHeight", 0)
+        ids = document["nodes"]["backendNodeId"]
+        self.clickable = {ids[i] for i in document["nodes"].get("isClickable", {}).get("index", ())}
+        layout = document["layout"]
+        self.boxes: dict[int, tuple[float, float, float, float]] = {}
+        for index, (x, y, width, height) in zip(layout["nodeIndex"], layout["bounds"]):
+            self.boxes.setdefault(ids[index], (x - left, y - self.top, width, height))
+
+    def is_in_view(self, backend_id: int) -> bool:
+        x, y, width, height = self.boxes.get(backend_id, (0, 0, 0, 0))
+        if width <= 0 or height <= 0:
+            return False
+        inside_x = max(0.0, min(x + width, WIDTH) - max(x, 0))
+        inside_y = max(0.0, min(y + height, HEIGHT) - max(y, 0))
+        return inside_x * inside_y >= MIN_IN_VIEW * width * height
+
+
+def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node, bool]]:
+    """The nodes in document order: depth of the line (None: no line), node, can be acted on."""
+    by_id = {node["nodeId"]: node for node in tree}
+    stack = [(tree[0]["nodeId"], 0)] if tree else []
+    while stack:  # not recursive, because a page can be nested thousands of levels deep
+        node_id, depth = stack.pop()
+        raw = by_id.pop(node_id, None)  # Chromium lists a few nodes twice
+        if raw is None:
+            continue
+        role = raw.get("role", {}).get("value") or "none"
+        children = raw.get("childIds", ())
+        if not raw.get("ignored") and role not in NOISE:
+            properties = {p["name"]: p["value"].get("value") for p in raw.get("properties", ())}
+            backend_id = raw.get("backendDOMNodeId", 0)
+            options = _options(raw, by_id) if role == "combobox" else ()
+            node = Node(
+                role,
+                _clean(raw.get("name", {}).get("value")),
+                _clean(raw.get("value", {}).get("value")) if role in FIELDS else "",
+                options,
+                {
+                    name: _is_true(properties[name])
+                    for name in STATES
+                    if name in properties and (name, role) != ("expanded", "combobox")
+                },
+                backend_id=backend_id,
+                box=layout.boxes.get(backend_id, (0, 0, 0, 0)),
+            )
+            can_act = role in ACTIONABLE or properties.get("focusable") is True
+            can_act |= backend_id in layout.clickable and role not in ("StaticText", "LabelText")
+            if role in FIELDS:
+                children = ()  # its value is in its line
+            is_shown = (node.name or can_act or role in GROUPS) and layout.is_in_view(backend_id)
+            if role in CELLS and not can_act and _has_same_name(node.name, children, by_id):
+                is_shown = False
+            yield (depth if is_shown else None), node, can_act
+            depth += bool(is_shown)
+        stack += [(child, depth) for child in reversed(children)]
+
+
+def _clean(text: Any) -> str:
+    text = " ".join(str("" if text is None else text)[: 2 * MAX_NAME].split())
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}..."
+
+
+def _is_true(value: Any) -> bool:
+    return value is True or value == "true"
+
+
+def _options(combobox: dict, by_id: Mapping[str, dict]) -> tuple[str, ...]:
+    names, stack = [], list(reversed(combobox.get("childIds", ())))
+    while stack:
+        node = by_id.get(stack.pop(), {})
+        if node.get("role", {}).get("value") == "option":
+            names.append(_clean(node.get("name", {}).get("value")))
+        stack += reversed(node.get("childIds", ()))
+    return tuple(names)
+
+
+def _has_same_name(name: str, children: Iterable[str], by_id: Mapping[str, dict]) -> bool:
+    """Whether the only child is a link or button with this name, so that one line is enough."""
+    nodes = [by_id[child] for child in children if child in by_id]
+    return (
+        len(nodes) == 1
+        and nodes[0].get("role", {}).get("value") in ACTIONABLE
+        and _clean(nodes[0].get("name", {}).get("value")) == name
+    )
+
+
+def _is_label(line: str, node: Node) -> bool:
+    """Whether a line is the visible label of this field, whose name it is."""
+    is_field = node.role in FIELDS or node.role in ("checkbox", "radio")
+    return is_field and line.strip() == f"StaticText {node.name!r}"
+
+
+def _is_repeated(node: Node, lines: list[str]) -> bool:
+    text = repr(node.name)[1:-1]
+    return node.role == "StaticText" and any(text in line for line in lines[-3:])

@@ -1,0 +1,139 @@
+"""The actions of WebArena: from the policy's text to an action and back.
+
+The policy writes its reasoning and then one action between triple backticks. Elements are named by
+the number that the observation shows in brackets:
+
+    click [id]            hover [id]           type [id] [text] [0|1]    1: press Enter (default)
+    select [id] [option]  press [keys]         scroll [down|up]
+    goto [url]            go_back              go_forward
+    new_tab               tab_focus [number]   close_tab                 stop [answer]
+
+    >>> parse("The cart is behind this link. ```click [12]```")
+    'click [12]'
+    >>> parse("```type [3] [kettle]```")
+    'type [3] [kettle] [1]'
+
+All but `select` is WebArena's grammar. There, a click on a <select> opens a list that a headless
+browser does not draw.
+"""
+
+import re
+from dataclasses import dataclass
+
+from envs import ParseError
+
+MAX_TEXT = 2000  # characters to type; each is a key press
+BLOCK = re.compile(r"```(.*?)```", re.DOTALL)
+_ID, _FIELD = r"\[(\d{1,9})\]", r"\[(.*)\]"
+# What follows the name of an action. WebArena accepts text behind the action, so we do, too.
+_PATTERNS = {
+    "click": _ID,
+    "hover": _ID,
+    "type": rf"{_ID} *\[(.*?)\](?: *\[([01])\])?$",
+    "select": rf"{_ID} *{_FIELD}",
+    "press": r"\[([^\]]+|\])\]",
+    "scroll": r"\[?(down|up)\]?",
+    "goto": r"\[([^\]\s]+)\]",
+    "go_back": "()",
+    "go_forward": "()",
+    "new_tab": "()",
+    "tab_focus": _ID,
+    "close_tab": "()",
+    "stop": rf"(?:{_FIELD})?",
+}
+_USAGE = {
+    "type": "type [id] [text] [1]",
+    "select": "select [id] [option]",
+    "press": "press [Enter]",
+    "scroll": "scroll [down]",
+    "goto": "goto [http://...]",
+    "tab_focus": "tab_focus [number]",
+    "stop": "stop [answer]",
+}
+# Keys by their names in lower case. Meta is Control, because agents know the shortcuts of a Mac.
+_KEYS = {
+    name.lower(): name
+    for name in (
+        *("Control", "Shift", "Alt", "Enter", "Escape", "Tab", "Backspace", "Delete", "Space"),
+        *("ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Home", "End", "PageUp", "PageDown"),
+        *("Insert", *(f"F{number}" for number in range(1, 13))),
+    )
+} | {"ctrl": "Control", "meta": "Control", "cmd": "Control", "command": "Control"}
+_KEYS |= {"esc": "Escape", "return": "Enter", "del": "Delete"}
+
+
+@dataclass(frozen=True)
+class Action:
+    kind: str  # "click"
+    number: int = 0  # of an element or a tab
+    text: str = ""  # to type; an option, keys, a direction, an address, an answer
+    enter: bool = False  # press Enter after typing
+
+    def __str__(self) -> str:
+        """The text from which `read` reads this action."""
+        if self.kind in ("click", "hover", "tab_focus"):
+            return f"{self.kind} [{self.number}]"
+        if self.kind == "type":
+            return f"type [{self.number}] [{self.text}] [{int(self.enter)}]"
+        if self.kind == "select":
+            return f"select [{self.number}] [{self.text}]"
+        if self.kind in ("press", "scroll", "goto", "stop"):
+            return f"{self.kind} [{self.text}]"
+        return self.kind
+
+
+def read(text: str) -> Action:
+    """Read one action. Raises ParseError with the problem.
+
+    >>> read("press [ctrl+a]")
+    Action(kind='press', number=0, text='Control+a', enter=False)
+    """
+    text = text.strip()
+    kind = re.split(r"[\s\[]", text, maxsplit=1)[0]
+    if kind not in _PATTERNS:
+        names = ", ".join(_PATTERNS)
+        raise ParseError(f"There is no action {kind[:40]!r}. The actions are {names}.")
+    match = re.match(_PATTERNS[kind], text[len(kind) :].lstrip(" "), re.DOTALL)
+    if not match:
+        usage = _USAGE.get(kind, f"{kind} [id]")
+        raise ParseError(f"Cannot read {text[:80]!r}. Write {usage}; an id is a number.")
+    fields = match.groups()
+    if kind in ("click", "hover", "tab_focus"):
+        return Action(kind, int(fields[0]))
+    if kind == "type":
+        if len(fields[1]) > MAX_TEXT:
+            raise ParseError(f"The text to type is too long; at most {MAX_TEXT} characters.")
+        return Action(kind, int(fields[0]), fields[1], enter=fields[2] != "0")
+    if kind == "select":
+        return Action(kind, int(fields[0]), fields[1].strip())
+    if kind == "press":
+        return Action(kind, text=_keys(fields[0]))
+    return Action(kind, text=(fields[0] or "").strip())
+
+
+def _keys(combination: str) -> str:
+    """The names that Playwright uses: "ctrl+A" is "Control+A"."""
+    parts = [part.strip() for part in re.findall(r"[^+]+|\+$", combination.strip())]
+    names = [_KEYS.get(part.lower(), part) for part in parts]
+    if not names or any(len(name) != 1 and name not in _KEYS.values() for name in names):
+        raise ParseError(
+            f"There is no key {combination[:40]!r}. Write press [Enter] or [Control+a]."
+        )
+    return "+".join(names)
+
+
+def action_text(model_text: str) -> str:
+    """The text in the first pair of triple backticks; ParseError if there is none."""
+    if match := BLOCK.search(model_text):
+        return match[1].strip()
+    raise ParseError("No action found. Write it between triple backticks: ```click [12]```")
+
+
+def parse(model_text: str) -> str:
+    """The action in the policy's text, in the form that `say` writes."""
+    return str(read(action_text(model_text)))
+
+
+def say(thought: str, action: str) -> str:
+    """Write a thought and an action as text that `parse` reads."""
+    return f"{thought}\n```{action}```" if thought else f"```{action}```"

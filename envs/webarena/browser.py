@@ -1,0 +1,713 @@
+"""One headless Chromium for all sessions of a server, each in a context of its own.
+
+A browser for each session would need 300 MB and a second to start. A *context* is a private window
+(own cookies, own tabs) of a browser that already runs: it opens in 50 ms.
+
+    session 0 ── call() ──┐                       ┌── context 0: tabs ── http://shop-TOKEN0.test
+    session 1 ── call() ──┼── thread: event loop ─┼── context 1: tabs ── http://cms-TOKEN1.test
+    session 2 ── call() ──┘   (Playwright)        └── context 2: tabs
+
+Thread: Playwright's objects belong to one event loop. It runs in one thread; `call` hands it a
+    coroutine and waits. A slow page delays only its own session.
+Waiting: An action is over when its effects are on the page: a navigation has finished, no request
+    is open, and the document has stopped changing. A page without scripts changes only by
+    navigation, so nothing is waited for. All waits have limits (the constants below).
+Failure: If the browser dies, running calls raise BrowserLost, and the next reset starts another. A
+    tab that hangs is closed and replaced: the policy reads why, and other sessions notice nothing.
+Safety: Host names resolve only to the sites: `*.test` to the port of our own sites, the hosts of
+    the official sites if they are configured, and nothing else. A context also refuses requests
+    outside its own sites. Downloads are refused, dialogs dismissed, and new windows become tabs.
+
+Environment variables: CHROMIUM, path of the browser (default: the first on the PATH).
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from envs.webarena.actions import Action
+from envs.webarena.tree import HEIGHT, WIDTH, Node, Page, read_page
+
+T = TypeVar("T")
+START_S = 30.0  # to start the browser
+CALL_S = 45.0  # one call of a session; a client waits 60 s
+ACT_S = 8.0  # until the page has taken a click or a key
+LOAD_S = 12.0  # until a page has loaded
+LOOK_S = 10.0  # to read the page
+CLOSE_S = 5.0
+QUIET_MS = 150  # without a change of the document and without a request
+MAX_QUIET_S = 2.0  # for pages that never become quiet
+MAX_TABS = 10
+WINDOW_S = 3.0  # until a new window has the answer to its first request
+MAX_DIALOGS = MAX_WINDOWS = 10  # in one action
+MAX_ELEMENTS, MAX_CHARACTERS = 15_000, 1_000_000  # of a page that is shown
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = (
+    *("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-extensions"),
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+)
+# Resolves when the document has stopped changing; at once if it has no scripts.
+_UNTIL_QUIET = """new Promise(done => {
+  const begin = performance.now();
+  let last = begin;
+  const observer = new MutationObserver(() => { last = performance.now(); });
+  observer.observe(document, {subtree: true, childList: true, attributes: true,
+                              characterData: true});
+  const quiet = document.scripts.length ? %d : 0;
+  const check = () => {
+    const now = performance.now();
+    if (now - last >= quiet || now - begin > %d) { observer.disconnect(); done(true); }
+    else setTimeout(check, quiet - (now - last));
+  };
+  setTimeout(() => setTimeout(check, 0), 0);
+})"""
+_SIZE = """[document.getElementsByTagName('*').length,
+            (document.documentElement?.textContent || '').length]"""
+_SELECT = """function(wanted) {
+  const clean = text => text.trim().replace(/\\s+/g, ' ');
+  const options = [...(this.options || [])];
+  const option = options.find(o => clean(o.label) === wanted)
+              || options.find(o => o.value === wanted);
+  if (option === undefined) return options.map(o => clean(o.label));
+  this.focus();
+  if (this.multiple) option.selected = true; else this.value = option.value;
+  option.selected = true;
+  this.dispatchEvent(new Event('input', {bubbles: true}));
+  this.dispatchEvent(new Event('change', {bubbles: true}));
+  return null;
+}"""
+_SCROLL = """(page => { page.scrollTop += %d * window.innerHeight; })
+             (document.scrollingElement || document.body)"""
+
+
+class BrowserLost(RuntimeError):
+    """The browser of this session has ended; a reset starts the session in another one."""
+
+
+class BrowserMissing(RuntimeError):
+    """No browser is installed, or it does not start."""
+
+
+class CannotAct(Exception):
+    """An action had no effect; the policy reads the message."""
+
+
+def find_browser() -> str:
+    """The path of a Chromium. BrowserMissing if there is none."""
+    if path := os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None):
+        return path
+    hint = "apt-get install chromium-headless-shell, or name one in $CHROMIUM"
+    raise BrowserMissing(f"found no Chromium on the PATH; {hint}")
+
+
+class Browser:
+    """One Chromium process and the thread that drives it. `failure` is "" while it can be used,
+    then the reason why it cannot.
+
+    Args:
+        resolver_rules: which host names exist, as in Chromium's --host-resolver-rules.
+
+    Raises BrowserMissing if it does not start.
+    """
+
+    def __init__(self, resolver_rules: str = "MAP * ~NOTFOUND") -> None:
+        self.failure = ""
+        path = find_browser()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._launch(path, resolver_rules), START_S)
+        except Exception as error:
+            self.close()
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise BrowserMissing(f"{path} does not start: {reason[0]}") from error
+
+    async def _launch(self, path: str, resolver_rules: str) -> None:
+        from playwright.async_api import async_playwright
+
+        self._lost = asyncio.Event()
+        self._playwright = await async_playwright().start()
+        is_root = os.geteuid() == 0  # Chromium's sandbox does not work as root
+        self.chromium = await self._playwright.chromium.launch(
+            executable_path=path,
+            chromium_sandbox=not is_root,
+            args=[*ARGUMENTS, f"--host-resolver-rules={resolver_rules}"],
+            ignore_default_args=["--disable-popup-blocking"],  # a page in a loop opens none
+            handle_sigint=False,  # Ctrl-C ends our program, which closes the browser
+            handle_sigterm=False,
+            handle_sighup=False,
+        )
+        self.chromium.on("disconnected", lambda _: self._end("died"))
+
+    def _end(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self._lost.set()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], limit_s: float = CALL_S) -> T:
+        """Run a coroutine in the browser's thread and return its result. Raises BrowserLost if the
+        browser has ended or ends meanwhile, TimeoutError after `limit_s` seconds."""
+        if self.failure:
+            coroutine.close()
+            raise self._loss()
+        return self._run(self._guard(coroutine, limit_s), limit_s + 5)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(limit_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _guard(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
+        task = asyncio.ensure_future(coroutine)
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait({task, lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not isinstance(task.exception(), (CannotAct, type(None))):
+                # The error of a closed tab can come before the news that the browser is gone.
+                await asyncio.wait({lost}, timeout=0.5)
+            if self.failure:
+                raise self._loss()
+            if not task.done():
+                raise TimeoutError(f"the browser did not answer within {limit_s:g} s")
+            return task.result()
+        finally:
+            for unfinished in (task, lost):
+                unfinished.cancel()
+            await asyncio.wait({task, lost}, timeout=1)
+
+    def _loss(self) -> BrowserLost:
+        browser = "the browser of this session"
+        return BrowserLost(f"{browser} {self.failure}; a reset starts the session in another one")
+
+    def close(self) -> None:
+        """End the browser, its driver and the thread."""
+
+        async def end() -> None:
+            if hasattr(self, "chromium"):
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(self.chromium.close(), CLOSE_S)
+            if hasattr(self, "_playwright"):
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(self._playwright.stop(), CLOSE_S)
+
+        self.failure = self.failure or "was ended"
+        with contextlib.suppress(Exception):
+            self._run(end(), 2 * CLOSE_S + 1)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+
+class Addresses:
+    """The real addresses of a session's sites, and the public ones that the policy reads.
+
+    >>> addresses = Addresses({"http://luma.com/admin": "http://cms-5.test/admin"})
+    >>> addresses.to_real("http://luma.com/admin/orders?page=2")
+    'http://cms-5.test/admin/orders?page=2'
+    >>> addresses.to_public("Not found: http://cms-5.test/x, on cms-5.test")
+    'Not found: http://luma.com/x, on luma.com'
+    """
+
+    def __init__(self, real_by_public: dict[str, str]) -> None:
+        def longest_first(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+            """One site's address can begin with another one's."""
+            return dict(sorted(pairs, key=lambda pair: -len(pair[0])))
+
+        origins = {_origin(public): _origin(real) for public, real in real_by_public.items()}
+        self._sites = list(real_by_public)
+        self._real = longest_first((origins | real_by_public).items())
+        names = [
+            (public.partition("//")[2], real.partition("//")[2]) for public, real in origins.items()
+        ]
+        self._public = longest_first(
+            (real, public) for public, real in [*self._real.items(), *names]
+        )
+        self._pattern = re.compile("|".join(map(re.escape, self._public)))
+        self.origins = tuple(origins.values())
+
+    def to_public(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._public[match[0]], text)
+
+    def to_real(self, url: str) -> str:
+        """The real address of a public one. Raises CannotAct if it is not on one of the sites."""
+        url = url if "://" in url else f"http://{url}"
+        for public, real in self._real.items():
+            rest = url[len(public) :]
+            if url.startswith(public) and (not rest or rest[0] in "/?#"):
+                return real + rest
+        sites = ", ".join(self._sites)
+        raise CannotAct(f"The address {url[:200]} is not on one of the sites: {sites}.")
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+class Tab:
+    """A page with what we need to know to wait for it."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.requests: set[str] = set()  # ids of the open ones of the current action
+        self.num_dialogs = 0  # in the current action
+        self.hangs = False
+        self.problem = "did not respond"
+        self.title = ""
+        self.num_windows = 0  # that the page has tried to open in the current action
+        self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
+        self._loading: set[str] = set()  # ids of frames
+        self._loaded = asyncio.Event()
+        self._loaded.set()
+        page.on("crash", lambda _: setattr(self, "hangs", True))
+        self._ready = asyncio.ensure_future(self._attach())
+        self._ready.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _attach(self) -> Any:
+        session = await self.page.context.new_cdp_session(self.page)
+        # From the renderer and in order with the answers of evaluate(): a navigation that an action
+        # has caused is known before the answer to the next command.
+        session.on("Page.frameRequestedNavigation", lambda event: self._note(event, True))
+        session.on("Page.frameStartedLoading", lambda event: self._note(event, True))
+        session.on("Page.frameStoppedLoading", lambda event: self._note(event, False))
+        session.on("Page.frameDetached", lambda event: self._note(event, False))
+        session.on("Page.windowOpen", self._count_window)
+        for name in ("loadingFinished", "loadingFailed"):
+            session.on(f"Network.{name}", lambda e: self.requests.discard(e["requestId"]))
+        session.on("Network.requestWillBeSent", lambda e: self.requests.add(e["requestId"]))
+        await session.send("Page.enable")
+        await session.send("Network.enable")
+        return session
+
+    def _note(self, event: dict, is_loading: bool) -> None:
+        if is_loading and event.get("disposition", "currentTab") == "currentTab":
+            self._loading.add(event["frameId"])
+            self._loaded.clear()
+        elif not is_loading:
+            self._loading.discard(event["frameId"])
+            if not self._loading:
+                self._loaded.set()
+
+    @property
+    def is_gone(self) -> bool:
+        return self.hangs or self.page.is_closed()
+
+    def _count_window(self, event: dict) -> None:
+        """Chromium allows a page one new window for each click; a loop gets no more."""
+        self.num_windows += 1
+        self.awaited_windows += event["userGesture"]
+        if self.num_windows > MAX_WINDOWS:
+            self.close_soon()
+
+    def close_soon(self) -> None:
+        """Close the page, which is in a loop, also if its code still runs."""
+        if not self.hangs:
+            self.hangs = True
+            self.problem = "opened dialogs or windows in a loop"
+            _background(self.page.close())
+
+    async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command of Chromium's DevTools protocol."""
+        session = await asyncio.shield(self._ready)
+        return await session.send(method, parameters)
+
+    async def evaluate(self, script: str) -> Any:
+        answer = await self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        return answer["result"].get("value")
+
+    async def settle(self) -> bool:
+        """Wait until the page has loaded and is quiet. False if it is still loading after LOAD_S
+        seconds; its loading is then stopped."""
+        end = time.monotonic() + LOAD_S
+        quiet_end = None
+        script = _UNTIL_QUIET % (QUIET_MS, MAX_QUIET_S * 1000)
+        while True:
+            try:
+                await asyncio.wait_for(self._loaded.wait(), max(end - time.monotonic(), 0.01))
+            except TimeoutError:
+                await asyncio.wait_for(self.send("Page.stopLoading"), 2)
+                self._loading.clear()
+                self._loaded.set()
+                return False
+            quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
+            try:
+                await asyncio.wait_for(self.evaluate(script), MAX_QUIET_S + ACT_S)
+            except TimeoutError:
+                self.hangs = True
+                return True
+            except Exception:  # the document was replaced
+                if self.page.is_closed() or time.monotonic() > end:
+                    return True
+                await asyncio.sleep(0.01)
+                continue
+            if not self._loading and (not self.requests or time.monotonic() > quiet_end):
+                return True
+            if not self._loading:
+                await asyncio.sleep(0.02)
+
+
+class Session:
+    """One context: the tabs and cookies of one episode. All methods run in the browser's thread,
+    by Browser.call.
+
+    Args:
+        max_lines: of an observation.
+    """
+
+    def __init__(self, browser: Browser, addresses: Addresses, max_lines: int) -> None:
+        self._browser, self.addresses, self._max_lines = browser, addresses, max_lines
+        self._tabs: list[Tab] = []
+        self._current: Tab | None = None
+        self._notes: list[str] = []  # what happened beside the action
+        self._start_url = "about:blank"
+
+    @property
+    def tab(self) -> Tab:
+        assert self._current is not None  # set by open()
+        return self._current
+
+    async def open(
+        self,
+        urls: Sequence[str],
+        cookies: Iterable[dict[str, str]] = (),
+        storage_state: Path | None = None,
+    ) -> None:
+        """Open the context and one tab for each real URL. Raises CannotAct if a page does not
+        open."""
+        self._context = await self._browser.chromium.new_context(
+            viewport={"width": WIDTH, "height": HEIGHT},
+            storage_state=storage_state,
+            accept_downloads=False,
+            service_workers="block",
+            locale="en-US",
+            timezone_id="UTC",
+            reduced_motion="reduce",
+        )
+        self._context.set_default_timeout(1000 * LOAD_S)
+        self._context.on("page", self._add_tab)
+        if cookies:
+            await self._context.add_cookies(list(cookies))
+        # Chromium compares the pattern; Python hears only of what is refused.
+        origins = "|".join(map(re.escape, self.addresses.origins))
+        outside = re.compile(rf"^(?!(?:{origins})(?:[/?#]|$)|data:|blob:|about:)")
+        await self._context.route(outside, self._refuse)
+        self._start_url = urls[0]
+        for url in urls:
+            await self._new_tab()
+            await self._goto(url)
+
+    async def close(self) -> None:
+        if hasattr(self, "_context"):
+            await asyncio.wait_for(self._context.close(), CLOSE_S)
+
+    # ------------------------------------------------------------------ what happens by itself
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes and len(self._notes) < 5:
+            self._notes.append(text)
+
+    async def _refuse(self, route: Any) -> None:
+        request = route.request
+        if request.is_navigation_request():
+            self._note(f"The page wanted to open {request.url[:200]!r}, which is not on the sites.")
+        with contextlib.suppress(Exception):  # the page was closed
+            await route.abort("aborted")  # the tab stays where it is
+
+    def _add_tab(self, page: Any) -> None:
+        if len(self._tabs) >= MAX_TABS:
+            self._note(f"A new tab was closed, because {MAX_TABS} are open.")
+            _background(page.close())
+            return
+        tab = Tab(page)
+        self._tabs.append(tab)
+        page.on("dialog", lambda dialog: self._dismiss(tab, dialog))
+        page.on("download", self._refuse_download)
+        page.on("close", lambda _: self._forget(tab))
+        if self._current is not None:
+            self._note(f"A new tab {len(self._tabs) - 1} was opened.")
+            self._current.awaited_windows -= 1
+
+    def _forget(self, tab: Tab) -> None:
+        if tab in self._tabs:
+            self._tabs.remove(tab)
+
+    async def _dismiss(self, tab: Tab, dialog: Any) -> None:
+        tab.num_dialogs += 1
+        if dialog.type != "beforeunload":
+            self._note(f"A dialog said {dialog.message[:200]!r} and was dismissed.")
+        with contextlib.suppress(Exception):  # the page was closed
+            if tab.num_dialogs > MAX_DIALOGS:
+                tab.close_soon()
+            elif dialog.type == "beforeunload":  # dismissed, it would keep the page
+                await dialog.accept()
+            else:
+                await dialog.dismiss()
+
+    async def _refuse_download(self, download: Any) -> None:
+        self._note(f"The download of {download.suggested_filename[:100]!r} was refused.")
+        with contextlib.suppress(Exception):
+            await download.cancel()
+
+    # ------------------------------------------------------------------------------ actions
+
+    async def act(self, action: Action, node: Node | None) -> None:
+        """Play an action and wait for its effects. Raises CannotAct if it has none.
+
+        Args:
+            node: the element of the last observation that the action names.
+        """
+        self._notes.clear()
+        for tab in self._tabs:
+            tab.requests.clear()
+            tab.num_dialogs = tab.num_windows = tab.awaited_windows = 0
+        tab = self.tab
+        try:
+            limit_s = LOAD_S + 2 if action.kind == "goto" else ACT_S
+            await asyncio.wait_for(self._play(action, node), limit_s)
+        except TimeoutError:
+            tab.hangs = True
+        except CannotAct:
+            raise
+        except Exception as error:
+            if tab.is_gone:
+                return
+            raise CannotAct(f"The browser reports: {_first_line(error)}.") from error
+        await self._settle()
+
+    async def _settle(self) -> None:
+        tab = self.tab
+        if not tab.is_gone and not await tab.settle():
+            self._note(f"The page did not finish loading within {LOAD_S:g} s.")
+        end = time.monotonic() + WINDOW_S
+        while tab.awaited_windows > 0 and not tab.is_gone and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+
+    async def _play(self, action: Action, node: Node | None) -> None:
+        page = self.tab.page
+        match action.kind:
+            case "click" | "hover" | "type":
+                assert node is not None
+                x, y = await self._point(node)
+                if action.kind == "hover":
+                    await page.mouse.move(x, y)
+                    return
+                await page.mouse.click(x, y)
+                if action.kind == "type":
+                    await page.keyboard.type(action.text)
+                    if action.enter:
+                        await page.keyboard.press("Enter")
+            case "select":
+                assert node is not None
+                await self._select(node, action.text)
+            case "press":
+                await page.keyboard.press(action.text)
+            case "scroll":
+                await self.tab.evaluate(_SCROLL % (1 if action.text == "down" else -1))
+            case "goto":
+                await self._goto(self.addresses.to_real(action.text))
+            case "go_back" | "go_forward":
+                await self._move(-1 if action.kind == "go_back" else 1)
+            case "new_tab":
+                if len(self._tabs) >= MAX_TABS:
+                    raise CannotAct(f"{MAX_TABS} tabs are open, the maximum.")
+                await self._new_tab()
+            case "tab_focus":
+                if action.number >= len(self._tabs):
+                    raise CannotAct(f"There is no tab {action.number}.")
+                self._current = self._tabs[action.number]
+                await self.tab.page.bring_to_front()
+            case "close_tab":
+                await page.close()
+                self._forget(self.tab)
+                if self._tabs:
+                    self._current = self._tabs[-1]
+                else:
+                    await self._new_tab()
+
+    async def _new_tab(self) -> None:
+        self._current = None  # our own tab is not told
+        page = await self._context.new_page()
+        self._current = next(tab for tab in self._tabs if tab.page is page)
+
+    async def _goto(self, url: str) -> None:
+        try:
+            await self.tab.page.goto(url, wait_until="commit")
+        except Exception as error:
+            if "Timeout" in str(error):
+                await self.tab.send("Page.stopLoading")
+                raise CannotAct(f"The page did not answer within {LOAD_S:g} s.") from error
+            raise CannotAct(f"The page did not open: {_first_line(error)}.") from error
+        await self._settle()
+
+    async def _move(self, offset: int) -> None:
+        """Go back or forward in the tab's history."""
+        history = await self.tab.send("Page.getNavigationHistory")
+        index = history["currentIndex"] + offset
+        if not 0 <= index < len(history["entries"]) or (
+            index == 0 and history["entries"][0]["url"] == "about:blank"
+        ):
+            raise CannotAct(f"There is no page to go {'back' if offset < 0 else 'forward'} to.")
+        go = self.tab.page.go_back if offset < 0 else self.tab.page.go_forward
+        await go(wait_until="commit")
+
+    async def _point(self, node: Node) -> tuple[float, float]:
+        """The middle of an element, scrolled into view."""
+        try:
+            await self.tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=node.backend_id)
+            answer = await self.tab.send("DOM.getContentQuads", backendNodeId=node.backend_id)
+            quad = answer["quads"][0]
+        except Exception as error:
+            if self.tab.page.is_closed():
+                raise
+            raise CannotAct(f"The element {node.line()[:200]} is no longer on the page.") from error
+        return sum(quad[0::2]) / 4, sum(quad[1::2]) / 4
+
+    async def _select(self, node: Node, option: str) -> None:
+        try:
+            resolved = await self.tab.send("DOM.resolveNode", backendNodeId=node.backend_id)
+        except Exception as error:
+            raise CannotAct(f"The element {node.line()[:200]} is no longer on the page.") from error
+        answer = await self.tab.send(
+            "Runtime.callFunctionOn",
+            functionDeclaration=_SELECT,
+            objectId=resolved["object"]["objectId"],
+            arguments=[{"value": option}],
+            returnByValue=True,
+            userGesture=True,
+        )
+        names = answer["result"].get("value")
+        if names is not None:
+            listing = ", ".join(map(repr, names[:20])) or "none"
+            raise CannotAct(f"There is no option {option[:100]!r}. The options are: {listing}.")
+
+    # ------------------------------------------------------------------------------ looking
+
+    async def look(self) -> tuple[Page, str]:
+        """The current page, with the tabs line, and a text about what happened beside the
+        action. A tab that hangs is replaced."""
+        page = None
+        for url in (self._start_url, "", ""):  # a start page can hang, too
+            if self.tab.is_gone:
+                await self._replace_tab(url)
+            try:
+                page = await asyncio.wait_for(self._read(), LOOK_S)
+                break
+            except TimeoutError:
+                self.tab.hangs = True
+            except Exception:  # the document was replaced
+                await self._settle()
+        if page is None:
+            page = Page(self.addresses.to_public(self.tab.page.url), text="(no page can be shown)")
+        titles = [await self._title(tab) for tab in self._tabs]
+        names = [
+            f"Tab {number}{' (current)' if tab is self.tab else ''}: {title}"
+            for number, (tab, title) in enumerate(zip(self._tabs, titles))
+        ]
+        text = self.addresses.to_public(f"{' | '.join(names)}\n\n{page.text}")
+        notes = self.addresses.to_public(" ".join(self._notes))
+        return Page(page.url, page.nodes, text), notes
+
+    async def _read(self) -> Page:
+        url = self.addresses.to_public(self.tab.page.url)
+        num_elements, num_characters = await self.tab.evaluate(_SIZE)
+        if num_elements > MAX_ELEMENTS or num_characters > MAX_CHARACTERS:
+            size = f"{num_elements} elements, {num_characters} characters"
+            return Page(url, text=f"(this page is too large to be shown: {size})")
+        snapshot, tree = await asyncio.gather(
+            self.tab.send("DOMSnapshot.captureSnapshot", computedStyles=[]),
+            self.tab.send("Accessibility.getFullAXTree"),
+        )
+        return read_page(url, tree["nodes"], snapshot, self._max_lines)
+
+    async def _title(self, tab: Tab) -> str:
+        """The browser process knows it, so a tab that hangs is not asked."""
+        with contextlib.suppress(Exception):
+            answer = await asyncio.wait_for(tab.send("Target.getTargetInfo"), 1)
+            tab.title = " ".join(answer["targetInfo"]["title"].split())[:200]
+        return tab.title
+
+    async def _replace_tab(self, url: str) -> None:
+        """Close the current tab, which hangs or is gone, and go to another one. If there is none,
+        open one at `url`."""
+        tab = self.tab
+        if tab.hangs:
+            self._note(f"The page {tab.problem}, so its tab was closed.")
+        if not tab.page.is_closed():
+            _background(tab.page.close())
+        self._forget(tab)
+        if self._tabs:
+            self._current = self._tabs[-1]
+            return
+        await self._new_tab()
+        if url:
+            with contextlib.suppress(CannotAct, TimeoutError):
+                await asyncio.wait_for(self._goto(url), LOAD_S)
+
+    async def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
+        """For the evaluators: the HTML of the page at `url` ("last": the current one), or the value
+        of the JavaScript expression `locator` there; "" if that fails."""
+        own = None if url == "last" else await self._context.new_page()
+        page = own or self.tab.page
+        try:
+            if own is not None:
+                await page.goto(url)
+                await next(tab for tab in self._tabs if tab.page is own).settle()
+            for script in preparations:
+                await page.evaluate(f"() => {script}")
+            result = await (page.evaluate(f"() => {locator}") if locator else page.content())
+            return str(result)
+        except Exception:
+            return ""
+        finally:
+            if own is not None:
+                await own.close()
+
+    async def screenshot(self) -> str:
+        """The viewport in half size as a data URL; "" if the page does not answer."""
+        try:
+            answer = await asyncio.wait_for(
+                self.tab.send(
+                    "Page.captureScreenshot",
+                    format="jpeg",
+                    quality=60,
+                    clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 0.5},
+                    optimizeForSpeed=True,
+                ),
+                ACT_S,
+            )
+        except Exception:
+            return ""
+        return f"data:image/jpeg;base64,{answer['data']}"
+
+
+def _background(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Run a coroutine whose result and errors do not matter."""
+
+    async def run() -> None:
+        with contextlib.suppress(Exception):
+            await coroutine
+
+    task = asyncio.ensure_future(run())
+    _tasks.add(task)  # the loop does not keep a reference to its tasks
+    task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Future] = set()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200].removeprefix("Page.goto: ").rstrip(".")

@@ -1,0 +1,442 @@
+"""WebArena: do tasks on web sites in a real browser.
+
+The agent reads a web page as an accessibility tree ("[4] link 'My orders'"), acts by the numbers in
+it, and stops with an answer. The tasks are those of people: find the cheapest kettle, answer a
+review, close an issue, measure a way. WebArena (https://arxiv.org/abs/2307.13854) has five sites as
+docker images. Ours are five small sites that start in a second (sites/), with tasks of the same
+kinds; the same code drives the official sites if they are configured.
+
+Description: Tasks 0-811 are the official ones (they need the sites and the package `libwebarena`);
+    ours follow. Sub-tasks: Shopping, CMS, Maps, GitLab, Reddit (tasks.py).
+Action Space: see actions.py. The policy writes an action between triple backticks.
+Observation Space: The open tabs, the tree of the part of the page that is in a window of 1280 x 720
+    pixels (tree.py), the address, the objective and the previous action:
+        OBSERVATION:
+        Tab 0 (current): Kettles
+
+        [1] link 'Copper kettle'
+        URL: http://onestopmarket.com/kettles
+        OBJECTIVE: What does the copper kettle cost?
+        PREVIOUS ACTION: click [3] where [3] is link 'Kettles'
+    If an action has no effect, or something else happened (a dialog, a new tab), the last line
+    tells. Texts of pages are data: names are quoted, and have no line breaks.
+Rewards: 1 for a `stop` after which all evaluators of the task agree (evaluators.py), otherwise 0.
+Episode End: Terminated by `stop`; truncated after 100 actions.
+Arguments: reset(task_index, seed=0); the seed has no effect. The same actions give the same texts,
+    also in other sessions. Sessions do not see each other's changes.
+
+Environment variables:
+    WEBARENA_MAX_LINES        lines of a tree (default: 200)
+    SHOPPING, SHOPPING_ADMIN, REDDIT, GITLAB, MAP, WIKIPEDIA, HOMEPAGE
+                              addresses of the official sites
+    WEBARENA_AUTH             folder with the cookies (SITE_state.json) for the official sites, as
+                              WebArena's auto_login.py writes them (default: .auth)
+    WEBARENA_JUDGE_URL, WEBARENA_JUDGE_MODEL, WEBARENA_JUDGE_KEY_ENV
+                              a chat server (http://HOST:PORT/v1), its model, and the name of the
+                              variable with its key, for official tasks whose answers a model judges
+    CHROMIUM                  path of the browser
+
+Differences from AgentGym's server: one browser for all sessions, no fixed waiting time, our own
+numbers of elements, the action `select`, and texts of errors.
+
+    env = WebArena()
+    print(env.reset(task_index=812))
+    thought, action = env.oracle()
+    observation, reward, terminated, truncated, info = env.step(action)
+
+Read next: envs/webarena/actions.py, then envs/webarena/tree.py and envs/webarena/browser.py.
+"""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+
+from envs import OracleLost, ParseError, TaskIndexError, Wire
+from envs.common import Stage, require_task, version_of, without_thought
+from envs.webarena import tasks
+from envs.webarena.actions import BLOCK, Action, action_text, parse, read, say
+from envs.webarena.browser import Addresses, Browser, CannotAct, Session, find_browser
+from envs.webarena.evaluators import evaluate, has_judge, needs_judge
+from envs.webarena.oracle import next_move
+from envs.webarena.tree import FIELDS, Page
+from envs.wire import Outcome
+
+if TYPE_CHECKING:
+    from envs.webarena.sites import Sites
+
+MAX_TURNS = 100
+PUBLIC = {
+    "SHOPPING": "http://onestopmarket.com",
+    "SHOPPING_ADMIN": "http://luma.com/admin",
+    "REDDIT": "http://reddit.com",
+    "GITLAB": "http://gitlab.com",
+    "MAP": "http://openstreetmap.org",
+    "WIKIPEDIA": "http://wikipedia.org",
+    "HOMEPAGE": "http://homepage.com",
+}
+INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree.
+[4] is the number of an element. Each turn is one action:
+click [id]: click an element
+type [id] [text] [1]: click a field, type into it and press Enter; with [0] without Enter
+select [id] [option]: choose an option of a combobox
+hover [id]: move the mouse over an element
+press [keys]: press a key or a combination, as in press [Control+a]
+scroll [down] or scroll [up]: by one screen
+goto [address], go_back, go_forward: change the page
+new_tab, tab_focus [number], close_tab: change the tab
+stop [answer]: the task is done; the answer is short, or empty if none is asked for
+Think briefly, then write one action between triple backticks, as in ```click [4]```."""
+
+
+class WebArenaWire(Wire):
+    """AgentGym's WebArena server: the answer of /reset holds the bare tree, and its client reads
+    the first observation from /observation. /reset answers "TimeoutError" if the browser failed."""
+
+    title = "WebArena"
+    session_field, index_field = "env_idx", "idx"
+    first_from_observation = True
+    list_path = "/list_envs"
+
+    def root(self) -> Any:
+        return "ok"
+
+    def reset(self, session_id: int, turn: dict, task_index: int) -> Any:
+        text = turn["observation"].removeprefix("OBSERVATION:\n")
+        task = tasks.task(task_index)
+        return {
+            self.session_field: session_id,
+            "observation": text.rpartition("\nURL: ")[0],
+            "sites": task["sites"],
+            "object": task["intent"],
+        }
+
+    def close(self, was_open: bool) -> Any:
+        return {"closed": "closed"} if was_open else {"closed": "was not open"}
+
+    def was_open(self, answer: Any) -> bool:
+        return answer == {"closed": "closed"}
+
+    def first_observation(self, answer: Any) -> Any:
+        text = super().first_observation(answer)
+        if text == "TimeoutError":
+            raise ValueError("an observation, not the report that the browser failed")
+        return text
+
+    def outcome(self, answer: Mapping[str, Any], past_return: float) -> Outcome:
+        """AgentGym's server sends a reward at every step; it counts only at the end. Its info holds
+        whole pages, which are dropped."""
+        fields = dict(answer)
+        if answer.get("terminated") is False:
+            fields["reward"] = 0
+        if isinstance(info := fields.get("info"), Mapping):
+            fields["info"] = {k: v for k, v in info.items() if k in ("success", "score", "error")}
+        return super().outcome(fields, past_return)
+
+
+# ---------------------------------------------------- one browser and one set of sites for all
+
+
+class _Shared:
+    """What all sessions of this process use, each started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sites: Sites | None = None
+        self._browser: Browser | None = None
+
+    def sites(self) -> "Sites":
+        from envs.webarena.sites import Sites
+
+        with self._lock:
+            self._sites = self._sites or Sites()
+            return self._sites
+
+    def browser(self) -> Browser:
+        """The running browser; another one if it has ended. Raises BrowserMissing."""
+        port = self.sites().port
+        with self._lock:
+            if self._browser is not None and self._browser.failure:
+                self._browser.close()
+                self._browser = None
+            if self._browser is None:
+                official = {urlsplit(address).hostname for address in _addresses().values()}
+                rules = [f"MAP *.test 127.0.0.1:{port}", *(f"EXCLUDE {host}" for host in official)]
+                self._browser = Browser(", ".join([*rules, "MAP * ~NOTFOUND"]))
+            return self._browser
+
+    def close(self) -> None:
+        with self._lock:
+            browser, self._browser = self._browser, None
+            sites, self._sites = self._sites, None
+        if browser is not None:
+            browser.close()
+        if sites is not None:
+            sites.shutdown()
+
+
+_shared = _Shared()
+
+
+def _addresses() -> dict[str, str]:
+    """The configured addresses of the official sites, by variable."""
+    return {name: os.environ[name].rstrip("/") for name in PUBLIC if os.environ.get(name)}
+
+
+def _max_lines() -> int:
+    text = os.environ.get("WEBARENA_MAX_LINES") or "200"
+    if not text.isdecimal() or not 0 < int(text) < 10_000:
+        raise ValueError(f"WEBARENA_MAX_LINES is {text!r}; expected a number from 1 to 9999")
+    return int(text)
+
+
+def with_public_urls(task: dict[str, Any]) -> dict[str, Any]:
+    """The task with the addresses that the policy sees in place of __SHOPPING__ and the like."""
+    text = json.dumps(task)
+    for name, url in PUBLIC.items():
+        text = text.replace(f"__{name}__", url)
+    return json.loads(text)
+
+
+class WebArena:
+    """One WebArena session; see the module docstring."""
+
+    PROMPT: ClassVar = [{"role": "system", "content": INSTRUCTIONS}]
+    WIRE = WebArenaWire()
+    IS_FAST = False
+    HORIZON = 15
+    PACKAGE = "playwright"
+    PAPER: ClassVar = {
+        "rounds": (8, 12, 15),
+        "max_tokens_per_turn": 512,
+    }
+    LAPTOP: ClassVar = {
+        "tasks": "short_train",
+        "eval_tasks": "short_test",
+        "rounds": (6,),
+        "group_size": 4,
+        "mini_batch_size": 32,
+        "max_trajectory_tokens": 6144,
+        "eval_samples": 2,
+    }
+
+    num_tasks = staticmethod(tasks.num_tasks)
+    subtask = staticmethod(tasks.subtask)
+    parse = staticmethod(parse)
+    say = staticmethod(say)
+
+    def __init__(self) -> None:
+        self._max_lines = _max_lines()
+        self._stage = Stage()
+        self._session: Session | None = None
+        self._token = ""  # of our own sites
+
+    @staticmethod
+    def variant() -> str:
+        parts = [f"playwright {version_of('playwright')}", f"lines={_max_lines()}"]
+        return " ".join([*parts, *(f"{k}={v}" for k, v in _addresses().items())])
+
+    @staticmethod
+    def open_shared() -> None:
+        """Start the browser and the sites, so that a server without a browser fails at startup."""
+        find_browser()
+        _shared.browser()
+
+    @staticmethod
+    def close_shared() -> None:
+        _shared.close()
+
+    def reset(self, task_index: int, seed: int = 0) -> str:
+        """Start an episode and return the first observation. Also raises TaskIndexError if an
+        official task needs something that is not configured, and BrowserLost if the browser fails;
+        the next reset uses another one."""
+        require_task(type(self), task_index)
+        self.close()
+        self._task = with_public_urls(tasks.task(task_index))
+        self._task_index = task_index
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        self._num_turns = 0
+        self._reward = 0.0
+        self._previous = ""  # the latest action that could be read
+        self._outcome = "None"
+        self._stage.begin()
+        return self._observation()
+
+    def _open(self) -> None:
+        cookies: list[dict[str, str]] = []
+        state = None
+        if self._task_index >= tasks.NUM_OFFICIAL:
+            sites = _shared.sites()
+            self._token = sites.open()
+            real = {}
+            for site in (name.lower() for name in PUBLIC if name not in ("WIKIPEDIA", "HOMEPAGE")):
+                real[PUBLIC[site.upper()]] = url = sites.base_url(site, self._token)
+                cookies += [
+                    {"name": n, "value": v, "url": url} for n, v in sites.sign_in(site).items()
+                ]
+        else:
+            real = {PUBLIC[name]: address for name, address in _addresses().items()}
+            state = self._official_state()
+        addresses = Addresses(real)
+        browser = _shared.browser()
+        self._browser, self._session = browser, Session(browser, addresses, self._max_lines)
+        urls = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
+        browser.call(self._session.open(urls, cookies, state))
+        self._page, _ = browser.call(self._session.look())
+
+    def _official_state(self) -> Path | None:
+        """The file with the cookies of an official task's accounts. Raises TaskIndexError if the
+        task cannot be played here."""
+        if needs_judge(self._task) and not has_judge():
+            raise TaskIndexError(
+                f"a language model judges the answer to task {self._task_index}; name a chat "
+                "server in WEBARENA_JUDGE_URL"
+            )
+        if not self._task.get("storage_state"):
+            return None
+        path = (
+            Path(os.environ.get("WEBARENA_AUTH") or ".auth")
+            / Path(self._task["storage_state"]).name
+        )
+        if not path.is_file():
+            raise TaskIndexError(
+                f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; "
+                "name its folder in WEBARENA_AUTH"
+            )
+        return path
+
+    def _observation(self) -> str:
+        return (
+            f"OBSERVATION:\n{self._page.text}\nURL: {self._page.url}\n"
+            f"OBJECTIVE: {self._task['intent']}\nPREVIOUS ACTION: {self._outcome}"
+        )
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Play one action; return observation, reward, terminated, truncated, info. Raises
+        BrowserLost if the browser fails."""
+        self._stage.require_running()
+        self._num_turns += 1
+        error = ""
+        try:  # AgentGym's client sends the policy's whole text
+            text = without_thought(action)
+            parsed = read(action_text(text) if BLOCK.search(text) else text)
+        except ParseError as problem:
+            error = self._outcome = str(problem)
+        else:
+            self._previous = str(parsed)
+            if parsed.kind == "stop":
+                self._reward = evaluate(self._task, parsed.text, self)
+                self._outcome = str(parsed)
+                self._stage.end()
+            else:
+                error = self._act(parsed)
+        terminated = self._stage.is_over
+        truncated = self._num_turns >= MAX_TURNS and not terminated
+        if truncated:
+            self._stage.end()
+        success = self._reward == 1
+        info = {"success": success, "score": self._reward, "error": error}
+        return self._observation(), self._reward, terminated, truncated, info
+
+    def _act(self, action: Action) -> str:
+        """Play an action and look at the page; return why it had no effect, or ""."""
+        assert self._session is not None  # every episode has a session
+        error, node = "", self._page.element(action.number)
+        self._outcome = str(action)
+        if action.kind in ("click", "hover", "type", "select"):
+            if node is None:
+                error = f"There is no element [{action.number}] on this screen."
+                self._outcome = f"{action}. {error}"
+                return error
+            line = node.line().removeprefix(f"[{node.element_id}] ")
+            self._outcome += f" where [{action.number}] is {line}"
+        try:
+            self._browser.call(self._session.act(action, node))
+        except CannotAct as problem:
+            error = self._session.addresses.to_public(str(problem))
+        self._page, notes = self._browser.call(self._session.look())
+        self._outcome = ". ".join(filter(None, [self._outcome, f"{error} {notes}".strip()]))
+        return error
+
+    # What the evaluators may look at (evaluators.Final).
+
+    @property
+    def url(self) -> str:
+        return self._page.url
+
+    def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
+        assert self._session is not None
+        addresses = self._session.addresses
+        try:
+            real = url if url == "last" else addresses.to_real(url)
+        except CannotAct:
+            return ""
+        text = self._browser.call(self._session.read(real, locator, preparations))
+        return addresses.to_public(text)
+
+    def query(self, site: str, sql: str) -> Sequence[Sequence[Any]]:
+        return _shared.sites().query(self._token, site, sql)
+
+    def available_actions(self) -> list[str]:
+        """The oracle's action, clicks, options, and moves between pages. Any text can be typed."""
+        self._stage.require_episode()
+        if self._stage.is_over:
+            return []
+        actions = []
+        with contextlib.suppress(OracleLost):
+            actions.append(self.oracle()[1])
+        for node in self._page.nodes:
+            if node.element_id:
+                actions.append(str(Action("click", node.element_id)))
+                actions += [str(Action("select", node.element_id, name)) for name in node.options]
+                if node.role in FIELDS and not node.options:
+                    actions.append(str(Action("type", node.element_id, "text", enter=True)))
+        actions += ["scroll [down]", "scroll [up]", "go_back", "go_forward", "stop []"]
+        return list(dict.fromkeys(actions))
+
+    def oracle(self) -> tuple[str, str]:
+        """A thought and the next action of the task's plan. Raises OracleLost for an official task,
+        which has no plan."""
+        self._stage.require_running()
+        if self._task_index < tasks.NUM_OFFICIAL:
+            raise OracleLost("the official tasks have no plan")
+        plan = tasks.plan(self._task_index)
+        return next_move(self._page, plan, self._task["start_url"], self._previous)
+
+    def state_for_people(self) -> dict:
+        """The task, the page with a screenshot, and the boxes of its elements, so that the viewer
+        can show the element that the next action names."""
+        self._stage.require_episode()
+        assert self._session is not None
+        boxes = {node.element_id: node.box for node in self._page.nodes if node.element_id}
+        return {
+            "objective": self._task["intent"],
+            "subtask": self.subtask(self._task_index),
+            "sites": self._task["sites"],
+            "url": self._page.url,
+            "screenshot": self._browser.call(self._session.screenshot()),
+            "boxes": {str(number): [round(x) for x in box] for number, box in boxes.items()},
+            "previous_action": self._outcome,
+            "num_turns": self._num_turns,
+            "success": self._reward == 1,
+        }
+
+    def close(self) -> None:
+        """Close this session's tabs and drop its changes; a later reset opens new ones."""
+        self._stage = Stage()
+        self._page = Page("")
+        session, self._session = self._session, None
+        if session is not None:
+            with contextlib.suppress(Exception):  # the browser has ended, or closes it later
+                self._browser.call(session.close())
+        token, self._token = self._token, ""
+        if token:
+            _shared.sites().close(token)
