@@ -1,0 +1,220 @@
+"""The forum: boards, posts, comments, votes, subscriptions."""
+
+import random
+
+from envs.webarena.sites import engine as web
+
+SCHEMA = """
+CREATE TABLE users (name TEXT PRIMARY KEY, joined TEXT, bio TEXT) STRICT;
+CREATE TABLE boards (name TEXT PRIMARY KEY, description TEXT) STRICT;
+CREATE TABLE posts (id INTEGER PRIMARY KEY, board TEXT, author TEXT, title TEXT, text TEXT,
+    created TEXT, points INTEGER) STRICT;
+CREATE TABLE comments (id INTEGER PRIMARY KEY, post INTEGER, author TEXT, text TEXT, created TEXT,
+    UNIQUE (post, author, text)) STRICT;
+CREATE TABLE votes (post INTEGER, user TEXT, value INTEGER CHECK (value IN (1, -1)),
+    PRIMARY KEY (post, user)) STRICT;
+CREATE TABLE subscriptions (board TEXT, user TEXT, PRIMARY KEY (board, user)) STRICT;
+CREATE INDEX comments_of_post ON comments (post);
+CREATE VIEW all_posts AS SELECT p.*, points + coalesce((SELECT sum(value) FROM votes WHERE post =
+    p.id), 0) AS score, (SELECT count(*) FROM comments WHERE post = p.id) AS comments FROM posts p;
+"""
+BOARDS = {
+    "books": "novel,poem,library card,bookshelf,short story",
+    "cooking": "soup,sourdough,curry,frying pan,salad",
+    "cycling": "saddle,bike lane,tour,helmet,tire",
+    "diy": "shelf,drill,paint,door,workbench",
+    "gaming": "board game,puzzle,console,speedrun,chess opening",
+    "gardening": "tomato,compost,rose,lawn,greenhouse",
+    "hiking": "trail,boot,backpack,map,mountain hut",
+    "movies": "documentary,sequel,soundtrack,cinema,short film",
+    "music": "guitar,concert,album,piano,choir",
+    "photography": "lens,portrait,tripod,film roll,darkroom",
+    "programming": "compiler,database,bug,keyboard,test",
+    "science": "telescope,fossil,experiment,battery,virus",
+    "sports": "marathon,swimming pool,racket,referee,goalkeeper",
+    "travel": "train,hostel,passport,suitcase,island",
+}
+TITLES = (
+    "What is the best {} for a beginner?,My first {} after ten years,Why is every {} so expensive?,"
+    "How I repaired an old {},Is it time for a new {}?,A {} that changed my mind,"
+    "I found this {} in the attic,Unpopular opinion about the {},Please recommend a {},"
+    "The history of the {}"
+).split(",")
+QUALITIES = "cheap,small,famous,forgotten,modern,simple,strange,yellow,local,perfect".split(",")
+COMMENTS = (
+    "I agree with you.,That is new to me.,Please show us a picture.,I would not do that.,"
+    "This helped me a lot.,Where did you read that?,Thank you for sharing.,It depends."
+).split(",")
+SYLLABLES = "ba,do,fi,ka,lo,mi,nu,pe,ra,so,ti,vo,wen,zar".split(",")
+USER = "marvin"
+SORTS = {
+    "hot": f"score - 4 * (julianday('{web.TODAY}') - julianday(created)) DESC, id",
+    "new": "created DESC, id DESC",
+    "top": "score DESC, id",
+}
+
+
+def make_rows(random: random.Random) -> dict[str, list[tuple]]:
+    pairs = [a + b + c for a in SYLLABLES for b in SYLLABLES for c in ("x", "lin", "rd", "sky")]
+    users = [USER, *random.sample(pairs, 200)]
+    posts: list[tuple] = []
+    comments: list[tuple] = []
+    seen = set()
+    for board, things in BOARDS.items():
+        titles = [
+            title.format(f"{quality} {thing}")
+            for title in TITLES
+            for quality in QUALITIES
+            for thing in things.split(",")
+        ]
+        for title in random.sample(titles, 60):
+            number, author = len(posts) + 1, random.choice(users[:40])
+            created, points = web.day_before(random, web.TODAY, 300), random.randrange(-5, 400)
+            text = f"{title} Tell me what you think."
+            posts.append((number, board, author, title, text, created, points))
+            for _ in range(random.randrange(7)):
+                remark = (number, random.choice(users[1:]), random.choice(COMMENTS))
+                if remark not in seen:
+                    seen.add(remark)
+                    date = web.day_before(random, web.TODAY, 20)
+                    comments.append((len(comments) + 1, *remark, max(date, created)))
+    return {
+        "users": [(n, web.day_before(random, "2024-12-31", 2000), "I am new here.") for n in users],
+        "boards": [(name, f"All about {name}.") for name in BOARDS],
+        "posts": posts,
+        "comments": comments,
+        "subscriptions": [(board, USER) for board in random.sample(sorted(BOARDS), 3)],
+    }
+
+
+SITE = web.Site(
+    "reddit",
+    "Forum",
+    web.Data("forum", SCHEMA, make_rows),
+    nav={"Home": "/", "Boards": "/boards", "Subscriptions": "/subscriptions"}
+    | {"My profile": f"/users/{USER}"},
+    search="Search posts",
+    account=(USER, "towel4242"),
+)
+POSTS = web.Listing(
+    {
+        "Post": "title /posts/{id}",
+        "Board": "board /boards/{board}",
+        "Author": "author /users/{author}",
+    }
+    | {"Score": "score", "Comments": "comments", "Date": "created"},
+    "SELECT * FROM all_posts",
+    search="title",
+    sorts={name.capitalize(): order for name, order in SORTS.items()}
+    | {"Most comments": "comments DESC, id"},
+)
+
+
+@SITE.page("")
+def home(visit: web.Visit) -> web.Page:
+    return web.Page("Posts", POSTS)
+
+
+@SITE.page("/search")
+def search(visit: web.Visit) -> web.Page:
+    return web.Page("Search results", POSTS)
+
+
+@SITE.page("/boards")
+def boards(visit: web.Visit) -> web.Page:
+    return web.Page("Boards", web.Links("", [(name, f"/boards/{name}") for name in BOARDS]))
+
+
+@SITE.page("/boards/{board}")
+def show_board(visit: web.Visit, board: str) -> web.Page:
+    row = visit.row("SELECT * FROM boards WHERE name = ?", board)
+    sql = "SELECT * FROM subscriptions WHERE board = ? AND user = ?"
+    change = "Unsubscribe" if visit.rows(sql, board, visit.user) else "Subscribe"
+    sql = "SELECT * FROM all_posts WHERE board = ?"
+    return web.Page(
+        board,
+        web.Text(row["description"]),
+        web.Links("", [("Write a post", f"/boards/{board}/submit")]),
+        web.Form(f"/boards/{board}/{change.lower()}", change),
+        POSTS._replace(sql=sql, parameters=[board]),
+    )
+
+
+SUBSCRIBED = "/boards/{board}"
+SITE.change(
+    "/boards/{board}/subscribe",
+    "REPLACE INTO subscriptions VALUES (:board, :user)",
+    then=SUBSCRIBED,
+)
+SITE.change(
+    "/boards/{board}/unsubscribe",
+    "DELETE FROM subscriptions WHERE board = :board AND user = :user",
+    then=SUBSCRIBED,
+)
+
+
+@SITE.page("/subscriptions")
+def subscriptions(visit: web.Visit) -> web.Page:
+    rows = visit.rows("SELECT board FROM subscriptions WHERE user = ? ORDER BY 1", visit.member)
+    return web.Page("Subscriptions", web.Links("", [(b, f"/boards/{b}") for (b,) in rows]))
+
+
+@SITE.page("/boards/{board}/submit")
+def write_post(visit: web.Visit, board: str) -> web.Page:
+    fields = [web.Field("Title", "title"), web.Field("Text", "text", rows=4)]
+    return web.Page(f"New post in {board}", web.Form("", "Submit post", fields))
+
+
+SITE.change(
+    "/boards/{board}/submit",
+    "INSERT INTO posts VALUES (NULL, :board, :user, :title, :text, :today, 1)",
+    then="/posts/{id}",
+)
+
+
+@SITE.page("/posts/{number}")
+def post(visit: web.Visit, number: str) -> web.Page:
+    row = visit.row("SELECT * FROM all_posts WHERE id = ?", number)
+    mine = visit.rows("SELECT value FROM votes WHERE post = ? AND user = ?", number, visit.user)
+    vote = {1: "up", -1: "down"}[mine[0][0]] if mine else "none"
+    facts = {"Author": web.Link(row["author"], f"/users/{row['author']}"), "Date": row["created"]}
+    return web.Page(
+        row["title"],
+        web.Text(row["text"]),
+        web.Facts(facts | {"Score": row["score"], "My vote": vote}),
+        *(
+            web.Form(f"/posts/{number}/vote", label, hidden={"value": value})
+            for label, value in (("Upvote", 1), ("Downvote", -1))
+        ),
+        web.Form(f"/posts/{number}", "Add comment", [web.Field("Comment", "text")]),
+        web.Listing(
+            {"Author": "author /users/{author}", "Comment": "text", "Date": "created"},
+            "SELECT * FROM comments WHERE post = ?",
+            [number],
+            sorts={"Oldest": "id"},
+            title="Comments",
+        ),
+    )
+
+
+SITE.change("/posts/{number}", "INSERT INTO comments VALUES (NULL, :number, :user, :text, :today)")
+SITE.change(
+    "/posts/{number}/vote",
+    "REPLACE INTO votes VALUES (:number, :user, :value)",
+    then="/posts/{number}",
+)
+
+
+@SITE.page("/users/{name}")
+def user(visit: web.Visit, name: str) -> web.Page:
+    row = visit.row("SELECT * FROM users WHERE name = ?", name)
+    sql = "SELECT * FROM all_posts WHERE author = ?"
+    is_mine = name == visit.user
+    edit = (
+        [web.Form(f"/users/{name}", "Save bio", [web.Field("New bio", "bio")])] if is_mine else []
+    )
+    facts = web.Facts({"Joined": row["joined"], "Bio": row["bio"]})
+    return web.Page(name, facts, *edit, POSTS._replace(sql=sql, parameters=[name]))
+
+
+SITE.change("/users/{name}", "UPDATE users SET bio = :bio WHERE name = :user")

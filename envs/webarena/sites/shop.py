@@ -1,0 +1,321 @@
+"""The shop: products with reviews, orders, cart, wish list. `admin.py` administers its tables."""
+
+import random
+import sqlite3
+from collections.abc import Callable
+
+from envs.webarena.sites import engine as web
+from envs.webarena.sites.map import TOWNS
+
+SCHEMA = """
+CREATE TABLE products (id INTEGER PRIMARY KEY, slug TEXT UNIQUE, name TEXT UNIQUE, category TEXT,
+    price INTEGER CHECK (price > 0), stock INTEGER CHECK (stock >= 0), description TEXT,
+    status TEXT CHECK (status IN ('enabled', 'disabled'))) STRICT;
+CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT UNIQUE, email TEXT, phone TEXT,
+    street TEXT, town TEXT) STRICT;
+CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT, placed TEXT, town TEXT, status TEXT
+    CHECK (status IN ('pending', 'processing', 'shipped', 'complete', 'canceled'))) STRICT;
+CREATE TABLE items (order_id INTEGER, product INTEGER, quantity INTEGER, price INTEGER) STRICT;
+CREATE TABLE reviews (id INTEGER PRIMARY KEY, product INTEGER, author TEXT, stars INTEGER,
+    title TEXT, text TEXT, created TEXT, status TEXT CHECK (status IN ('pending', 'approved',
+    'rejected')), UNIQUE (product, author)) STRICT;
+CREATE TABLE cart (product INTEGER PRIMARY KEY, quantity INTEGER CHECK (quantity > 0)) STRICT;
+CREATE TABLE wishes (product INTEGER PRIMARY KEY) STRICT;
+CREATE TABLE messages (subject TEXT, text TEXT) STRICT;
+CREATE TABLE pages (id INTEGER PRIMARY KEY, slug TEXT UNIQUE, title TEXT, text TEXT) STRICT;
+CREATE INDEX items_of_order ON items (order_id);
+CREATE INDEX reviews_of_product ON reviews (product);
+CREATE VIEW catalog AS SELECT p.*, count(r.id) AS reviews, coalesce(round(avg(r.stars), 1), 0.0)
+    AS rating FROM products p LEFT JOIN reviews r ON r.product = p.id AND r.status = 'approved'
+    WHERE p.status = 'enabled' GROUP BY p.id;
+CREATE VIEW all_orders AS SELECT o.*, sum(i.quantity * i.price) AS total, group_concat(p.name, ', ')
+    AS products FROM orders o JOIN items i ON i.order_id = o.id JOIN products p ON p.id = i.product
+    GROUP BY o.id;
+CREATE VIEW sold AS SELECT p.id, name, category, substr(placed, 1, 4) || '-Q' ||
+    ((substr(placed, 6, 2) + 2) / 3) AS quarter, sum(quantity) AS sold FROM items JOIN orders o
+    ON o.id = order_id JOIN products p ON p.id = product GROUP BY p.id, quarter;
+"""
+CATEGORIES = {
+    "Kitchen": "kettle,toaster,frying pan,bread knife,teapot,mixing bowl,coffee grinder",
+    "Lighting": "desk lamp,floor lamp,lantern,night light,reading light,string lights",
+    "Garden": "watering can,spade,bird feeder,plant pot,garden hose,rake,wheelbarrow",
+    "Office": "notebook,stapler,desk organizer,fountain pen,paper tray,whiteboard",
+    "Outdoor": "tent,sleeping bag,camping stove,backpack,water bottle,hammock,compass",
+    "Music": "ukulele,music stand,harmonica,drum pad,guitar strap,metronome",
+    "Toys": "wooden train,puzzle,kite,building blocks,toy boat,spinning top",
+    "Bathroom": "bath mat,soap dish,towel rack,shower caddy,laundry basket,mirror",
+}
+BRANDS = "Alder,Brook,Copperline,Fennwick,Harrow,Juniper,Larkfield,Northmoor,Pebble,Quill,Tamsin"
+STYLES = "classic,compact,folding,large,light,small,striped,sturdy,travel,blue,green,red,grey"
+FIRST_NAMES = "Ada,Ben,Clara,David,Elena,Felix,Grace,Hugo,Iris,Jonas,Kira,Leo,Mona,Nils,Olga,Paul"
+LAST_NAMES = "Abbott,Brandt,Castell,Dorsey,Egan,Fischer,Gomez,Hale,Ivanov,Jansen,Keller,Lindt,Moss"
+ORDER_STATUS = ("pending", "processing", "shipped", "complete", "canceled")
+REVIEW_STATUS = ("pending", "approved", "rejected")
+OPINIONS = {
+    1: ("Broke quickly", "It broke in the first week and nobody answered my letters."),
+    2: ("Disappointing", "It looks cheaper than in the picture."),
+    3: ("It is okay", "It does what it should and nothing more."),
+    4: ("Good value", "I use it every day and would buy it again."),
+    5: ("Wonderful", "The best one that I have ever had."),
+}
+CONTENT = (
+    "About us,Privacy policy,Returns,Shipping,Gift cards,Careers,Press,Size guide,Warranty,"
+    "Newsletter,Store hours,Terms of use,Cookie policy,Loyalty program,Recycling"
+).split(",")
+USER = "Emma Lopez"
+
+
+def make_rows(random: random.Random) -> dict[str, list[tuple]]:
+    names = [
+        f"{first} {last}" for first in FIRST_NAMES.split(",") for last in LAST_NAMES.split(",")
+    ]
+    names = [USER, *random.sample(names, len(names))]
+    names_of_tables = ("customers", "products", "orders", "items", "reviews")
+    tables: dict[str, list[tuple]] = {name: [] for name in names_of_tables}
+    customers, products, orders, items, reviews = tables.values()
+    for number, name in enumerate(names, 1):
+        street = f"{random.randrange(1, 99)} {random.choice(('Mill', 'Church', 'Park'))} Street"
+        contact = f"{web.slug(name)}@example.com", f"555-{random.randrange(1000, 10_000)}"
+        customers.append((number, name, *contact, street, random.choice(TOWNS)))
+    for category, things in CATEGORIES.items():
+        kinds = [
+            (b, s, t)
+            for b in BRANDS.split(",")
+            for s in STYLES.split(",")
+            for t in things.split(",")
+        ]
+        for kind in random.sample(kinds, 45):
+            name, price = " ".join(kind), random.randrange(80, 3000) * 5 + 4
+            text = f"A {kind[1]} {kind[2]} by {kind[0]}."
+            product = (len(products) + 1, web.slug(name), name, web.slug(category), price)
+            products.append((*product, random.randrange(200), text, "enabled"))
+    dates = sorted(web.day_before(random, web.TODAY, 700) for _ in range(1200))
+    for number, placed in enumerate(dates, 1001):
+        customer = customers[0] if number % 24 == 0 else random.choice(customers[1:])
+        status = random.choice(ORDER_STATUS if placed > "2026-04" else ORDER_STATUS[3:])
+        orders.append((number, customer[1], placed, random.choice(TOWNS), status))
+        for product in random.sample(products, random.choice((1, 1, 2, 3))):
+            items.append((number, product[0], random.choice((1, 1, 1, 2, 3)), product[4]))
+    for product in products:
+        for author in random.sample(names[1:], random.randrange(8)):
+            stars, status = random.choice((1, 2, 3, 4, 4, 5, 5)), random.choice("pppaaaaaaaaaaaaar")
+            status = next(name for name in REVIEW_STATUS if name.startswith(status))
+            review = (len(reviews) + 1, product[0], author, stars, *OPINIONS[stars])
+            reviews.append((*review, web.day_before(random, web.TODAY, 500), status))
+    pages = [(n, web.slug(t), t, f"Our page on {t.lower()}.") for n, t in enumerate(CONTENT, 1)]
+    return tables | {"pages": pages}
+
+
+SITE = web.Site(
+    "shopping",
+    "One Stop Market",
+    web.Data("shop", SCHEMA, make_rows),
+    nav={"Home": "/", "Orders": "/orders", "Cart": "/cart", "Wish list": "/wishes"}
+    | {"Account": "/account", "Contact": "/contact"},
+    search="Search products",
+    account=(USER, "kettle42"),
+)
+PRODUCTS = web.Listing(
+    {"Product": "name /products/{slug}", "Price": "price $", "Rating": "rating"}
+    | {"Reviews": "reviews"},
+    "SELECT * FROM catalog",
+    search="name",
+    filters=(
+        web.Filter("Price", "price", scale=100),
+        web.Filter("Least rating", "rating", ("1", "2", "3", "4", "5"), ">= ? + 0"),
+    ),
+    sorts={"Name": "name", "Price: low to high": "price, name"}
+    | {"Price: high to low": "price DESC, name", "Rating": "rating DESC, name"},
+)
+
+
+@SITE.page("")
+def home(visit: web.Visit) -> web.Page:
+    pages = visit.rows("SELECT * FROM pages")
+    return web.Page(
+        "One Stop Market",
+        web.Links("Categories", [(name, f"/categories/{web.slug(name)}") for name in CATEGORIES]),
+        web.Links("Information", [(row["title"], f"/pages/{row['slug']}") for row in pages]),
+    )
+
+
+@SITE.page("/pages/{name}")
+def content(visit: web.Visit, name: str) -> web.Page:
+    row = visit.row("SELECT * FROM pages WHERE slug = ?", name)
+    return web.Page(row["title"], web.Text(row["text"]))
+
+
+@SITE.page("/search")
+def search(visit: web.Visit) -> web.Page:
+    return web.Page("Search results", PRODUCTS)
+
+
+@SITE.page("/categories/{name}")
+def category(visit: web.Visit, name: str) -> web.Page:
+    sql = "SELECT * FROM catalog WHERE category = ?"
+    return web.Page(name.title(), PRODUCTS._replace(sql=sql, parameters=[name]))
+
+
+@SITE.page("/products/{name}")
+def product(visit: web.Visit, name: str) -> web.Page:
+    row = visit.row("SELECT * FROM catalog WHERE slug = ?", name)
+    facts = {
+        "Price": web.money(row["price"]),
+        "Rating": f"{row['rating']} of 5",
+        "Category": row["category"],
+    }
+    hidden = {"product": row["id"]}
+    return web.Page(
+        row["name"],
+        web.Text(row["description"]),
+        web.Facts(facts),
+        web.Form(
+            "/cart/add",
+            "Add to cart",
+            [web.Field("Quantity", "quantity", options="123456789")],
+            hidden,
+        ),
+        web.Form("/wishes/add", "Add to wish list", hidden=hidden),
+        web.Links("", [("Write a review", f"/products/{name}/review")]),
+        web.Listing(
+            {heading: heading.lower() for heading in ("Stars", "Title", "Author", "Created")},
+            "SELECT * FROM reviews WHERE product = ? AND status = 'approved'",
+            [row["id"]],
+            filters=[web.Filter("Stars", "stars", "12345", "= ? + 0")],
+            sorts={"Newest": "created DESC, id"},
+            title="Reviews",
+        ),
+    )
+
+
+@SITE.page("/products/{name}/review")
+def review(visit: web.Visit, name: str) -> web.Page:
+    row = visit.row("SELECT * FROM catalog WHERE slug = ?", name)
+    sql = "SELECT * FROM reviews WHERE product = ? AND author = ?"
+    if visit.rows(sql, row["id"], visit.member):
+        return web.Page(
+            f"Review of {row['name']}", web.Text("Thank you. We will check your review soon.")
+        )
+    fields = [web.Field("Stars", "stars", "", "12345"), web.Field("Title", "title")]
+    fields.append(web.Field("Text", "text", rows=3))
+    return web.Page(f"Review of {row['name']}", web.Form("", "Submit review", fields))
+
+
+SITE.change(
+    "/products/{name}/review",
+    "INSERT INTO reviews SELECT NULL, id, :user, :stars, :title, :text, :today, 'pending' "
+    "FROM products WHERE slug = :name",
+)
+
+
+# ----------------------------------------------------------------- cart, wish list, orders, account
+
+
+def removal(path: str) -> Callable[[sqlite3.Row], web.Form]:
+    """A column of buttons."""
+    return lambda row: web.Form(path, f"Remove {row['name']}", hidden={"product": row["id"]})
+
+
+@SITE.page("/cart")
+def cart(visit: web.Visit) -> web.Page:
+    sql = "SELECT * FROM cart JOIN products ON id = product"
+    columns: dict = {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"}
+    columns["Remove"] = removal("/cart/remove")
+    total = sum(row["quantity"] * row["price"] for row in visit.rows(sql))
+    order = web.Facts({"Total": web.money(total)}), web.Form("/orders", "Place order")
+    return web.Page("Cart", web.Listing(columns, sql), *(order if total else ()))
+
+
+@SITE.page("/wishes")
+def wishes(visit: web.Visit) -> web.Page:
+    columns: dict = {"Product": "name /products/{slug}", "Remove": removal("/wishes/remove")}
+    sql = "SELECT p.* FROM wishes JOIN products p ON id = product"
+    return web.Page("Wish list", web.Listing(columns, sql))
+
+
+# A product that is added again is replaced, so that a repeated click changes nothing.
+SITE.change("/cart/add", "REPLACE INTO cart VALUES (:product, :quantity)", then="/cart")
+SITE.change("/cart/remove", "DELETE FROM cart WHERE product = :product", then="/cart")
+SITE.change("/wishes/add", "REPLACE INTO wishes VALUES (:product)", then="/wishes")
+SITE.change("/wishes/remove", "DELETE FROM wishes WHERE product = :product", then="/wishes")
+SITE.change(
+    "/orders",
+    "INSERT INTO items SELECT (SELECT max(id) + 1 FROM orders), product, quantity, price FROM cart "
+    "JOIN products ON id = product",
+    "DELETE FROM cart",
+    "INSERT INTO orders SELECT NULL, name, :today, town, 'pending' FROM customers "
+    "WHERE name = :user AND (SELECT max(order_id) FROM items) > (SELECT max(id) FROM orders)",
+)
+
+
+@SITE.page("/orders")
+def orders(visit: web.Visit) -> web.Page:
+    listing = web.Listing(
+        {"Order": "id /orders/{id}", "Date": "placed", "Status": "status", "Total": "total $"}
+        | {"Products": "products"},
+        "SELECT * FROM all_orders WHERE customer = ?",
+        [visit.member],
+        search="id || ' ' || products",
+        filters=[web.Filter("Date", "placed"), web.Filter("Status", "status", ORDER_STATUS)],
+        sorts={"Newest": "id DESC", "Oldest": "id"},
+    )
+    return web.Page("My orders", listing)
+
+
+@SITE.page("/orders/{number}")
+def order(visit: web.Visit, number: str) -> web.Page:
+    sql = "SELECT * FROM all_orders WHERE id = ? AND customer = ?"
+    row = visit.row(sql, number, visit.member)
+    cancel = (
+        [web.Form(f"/orders/{number}/cancel", "Cancel order")] if row["status"] == "pending" else []
+    )
+    return web.Page(
+        f"Order {number}",
+        web.Facts({"Date": row["placed"], "Status": row["status"], "Ship to": row["town"]}),
+        web.Facts({"Total": web.money(row["total"])}),
+        *cancel,
+        web.Listing(
+            {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"},
+            "SELECT name, slug, quantity, i.price FROM items i JOIN products p ON p.id = product "
+            "WHERE order_id = ?",
+            [number],
+        ),
+    )
+
+
+SITE.change(
+    "/orders/{number}/cancel",
+    "UPDATE orders SET status = 'canceled' WHERE id = :number AND customer = :user "
+    "AND status = 'pending'",
+    then="/orders/{number}",
+)
+
+
+@SITE.page("/account")
+def account(visit: web.Visit) -> web.Page:
+    row = visit.row("SELECT * FROM customers WHERE name = ?", visit.member)
+    facts = {name: row[name.lower()] for name in ("Name", "Email", "Phone", "Street", "Town")}
+    change = web.Links("", [("Edit account", "/account/edit")])
+    return web.Page("Account", web.Facts(facts), change)
+
+
+@SITE.page("/account/edit")
+def edit_account(visit: web.Visit) -> web.Page:
+    fields = [web.Field(name, name.lower()) for name in ("Phone", "Street", "Town")]
+    return web.Page("Edit account", web.Form("/account", "Save", fields))
+
+
+SITE.change(
+    "/account",
+    "UPDATE customers SET phone = :phone, street = :street, town = :town WHERE name = :user",
+)
+
+
+@SITE.page("/contact")
+def contact(visit: web.Visit) -> web.Page:
+    fields = [web.Field("Subject", "subject"), web.Field("Message", "message", rows=3)]
+    messages = web.Listing({"Subject": "subject", "Message": "text"}, "SELECT * FROM messages")
+    return web.Page("Contact us", web.Form("/contact", "Send message", fields), messages)
+
+
+SITE.change("/contact", "INSERT INTO messages VALUES (:subject, :message)")
