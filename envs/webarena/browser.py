@@ -208,6 +208,8 @@ class Browser:
             self._run(end(), 2 * CLOSE_S + 1)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 class Addresses:

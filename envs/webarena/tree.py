@@ -16,8 +16,8 @@ Numbers: Elements that one can act on are numbered from 1 in the order of the li
     differ between two sessions that show the same page; ours do not, so the same page gives the
     same text. Plain text has no number, which saves a fifth of the tokens.
 Left out: nodes of which less than 60 % is inside the viewport, as in WebArena; unnamed nodes that
-    only group others; text that one of the three lines above it already holds, or that is the name
-    of the field below it; lines beyond the limit, whose number is told; frames inside the page.
+    only group others; text that is part of the name of the node around it, or that is the name of
+    the field below it; lines beyond the limit, whose number is told; frames inside the page.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -112,8 +112,6 @@ def read_page(url: str, tree: list[dict], snapshot: dict, max_lines: int) -> Pag
     lines: list[str] = []
     num_elements = num_cut = 0
     for depth, node, is_actionable in _walk(tree, layout):
-        if depth is not None and _is_repeated(node, lines):
-            depth = None
         if depth is not None and lines and _is_label(lines[-1], node):
             lines.pop()
         if depth is not None and len(lines) >= max_lines:
@@ -159,9 +157,9 @@ class _Layout:
 def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node, bool]]:
     """The nodes in document order: depth of the line (None: no line), node, can be acted on."""
     by_id = {node["nodeId"]: node for node in tree}
-    stack = [(tree[0]["nodeId"], 0)] if tree else []
+    stack = [(tree[0]["nodeId"], 0, "")] if tree else []
     while stack:  # not recursive, because a page can be nested thousands of levels deep
-        node_id, depth = stack.pop()
+        node_id, depth, name_around = stack.pop()
         raw = by_id.pop(node_id, None)  # Chromium lists a few nodes twice
         if raw is None:
             continue
@@ -191,9 +189,12 @@ def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node,
             is_shown = (node.name or can_act or role in GROUPS) and layout.is_in_view(backend_id)
             if role in CELLS and not can_act and _has_same_name(node.name, children, by_id):
                 is_shown = False
+            if role == "StaticText" and node.name in name_around:
+                is_shown = False
             yield (depth if is_shown else None), node, can_act
-            depth += bool(is_shown)
-        stack += [(child, depth) for child in reversed(children)]
+            if is_shown:
+                depth, name_around = depth + 1, node.name
+        stack += [(child, depth, name_around) for child in reversed(children)]
 
 
 def _clean(text: Any) -> str:
@@ -229,8 +230,3 @@ def _is_label(line: str, node: Node) -> bool:
     """Whether a line is the visible label of this field, whose name it is."""
     is_field = node.role in FIELDS or node.role in ("checkbox", "radio")
     return is_field and line.strip() == f"StaticText {node.name!r}"
-
-
-def _is_repeated(node: Node, lines: list[str]) -> bool:
-    text = repr(node.name)[1:-1]
-    return node.role == "StaticText" and any(text in line for line in lines[-3:])

@@ -1,0 +1,334 @@
+"""WebArena's browser: waiting, tabs, hard cases, and sessions that do not disturb each other.
+
+Without Chromium these tests are skipped; with CI=true they fail instead.
+"""
+
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import psutil
+import pytest
+
+from envs.webarena import browser as browser_module
+from envs.webarena.actions import read
+from envs.webarena.browser import (
+    MAX_TABS,
+    Addresses,
+    Browser,
+    BrowserLost,
+    BrowserMissing,
+    Session,
+    find_browser,
+)
+
+COUNTER = """<title>Page {n}</title><h1>page {n}</h1><a href='/count?n={next}'>next</a>
+<form action=/count><label>N <input name=n></label><button>Go</button></form>"""
+LINKS = """<title>Links</title><a href='http://example.com/'>outside</a>
+<a href='http://shop-other.test/'>other session</a><a href='file:///etc/passwd'>file</a>
+<a href=/download>download</a><a href=/never>never</a><a href=/count target=_blank>window</a>
+<button onclick='alert("Sure?")'>ask</button><img src='http://127.0.0.1:PORT/seen'>"""
+PAGES = {
+    "/links": LINKS,
+    "/alerts": "<button onclick='while (true) alert(1)'>b</button>",
+    "/windows": "<button onclick='while (true) window.open(\"/count\")'>b</button>",
+    "/loop": "<button onclick='while (true);'>b</button>",
+    "/loop_at_start": "<script>while (true);</script>",
+    "/text": "<title>Big</title><p>" + "word " * 1_000_000,
+    "/nodes": "<title>Many</title>" + "<i>a</i>" * 100_000,
+    "/never_ready": "<p>text</p><script src=/never></script>",
+    "/fetch": """<button onclick='fetch("/count").then(r => r.text()).then(
+        () => setTimeout(() => o.textContent = "late", 50))'>b</button><p id=o></p><script></script>""",
+    "/timer": "<p id=o></p><script>setInterval(() => o.textContent += '.', 20)</script>",
+    "/stay": "<a href=/count>out</a><input><script>onbeforeunload = e => e.preventDefault()</script>",
+    "/form": """<label>Sort <select onchange='o.textContent = this.value'><option value=1>one
+        <option value=2>two  x</select></label><label>Name <input></label><p id=o></p>
+        <a href=# onmouseover='o.textContent = "over"' onclick='return false'>menu</a>
+        <p style='height: 2000px'>tall</p><button onclick='o.textContent = "low"'>low</button>""",
+}
+
+
+class Site(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    paths: list[str] = []
+
+    def do_GET(self):
+        parts = urlsplit(self.path)
+        self.paths.append(parts.path)
+        if parts.path == "/never":
+            time.sleep(30)
+        n = int(parse_qs(parts.query).get("n", ["0"])[0])
+        if parts.path == "/count":
+            time.sleep((0, 0.02, 0.1, 0.2)[n % 4])
+        text = PAGES.get(parts.path) or COUNTER.format(n=n, next=n + 1)
+        body = text.replace("PORT", str(self.server.server_port)).encode()
+        self.send_response(200)
+        if parts.path == "/download":
+            self.send_header("Content-Disposition", "attachment; filename=x.bin")
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site_port():
+    class Server(ThreadingHTTPServer):
+        daemon_threads, block_on_close = True, False
+
+    server = Server(("127.0.0.1", 0), Site)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def start_browser(site_port):
+    """Start a browser that knows only the site."""
+    try:
+        find_browser()
+    except BrowserMissing as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"NOT TESTED: {error}")
+    browsers = []
+
+    def start():
+        browsers.append(Browser(f"MAP *.test 127.0.0.1:{site_port}, MAP * ~NOTFOUND"))
+        return browsers[-1]
+
+    yield start
+    for browser in browsers:
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def shared_browser(start_browser):
+    return start_browser()
+
+
+class Player:
+    """A session that opens a page and plays actions."""
+
+    def __init__(self, browser, path, token="mine"):
+        self.browser = browser
+        addresses = Addresses({"http://shop.com": f"http://shop-{token}.test"})
+        self.session = Session(browser, addresses, max_lines=100)
+        browser.call(self.session.open([f"http://shop-{token}.test{path}"]))
+        self.page = browser.call(self.session.look())
+
+    def play(self, text):
+        """Play an action; an element can be named by its name instead of its number."""
+        for node in self.page.nodes:
+            if node.element_id and node.name:
+                text = text.replace(f"[{node.name}]", f"[{node.element_id}]", 1)
+        action = read(text)
+        node = self.page.element(action.number)
+        answer = self.browser.call(self.session.step(action, node))
+        self.page, self.problem, self.notes = answer
+        return self.page.text
+
+
+@pytest.fixture
+def open_page(shared_browser):
+    players = []
+
+    def open_page(path, **options):
+        players.append(Player(shared_browser, path, **options))
+        return players[-1]
+
+    yield open_page
+    for player in players:
+        shared_browser.call(player.session.close())
+
+
+@pytest.fixture
+def short_limits(monkeypatch):
+    for name in ("ACT_S", "LOAD_S", "LOOK_S"):
+        monkeypatch.setattr(browser_module, name, 2.0)
+
+
+# ---- actions and waiting
+
+
+def test_every_click_and_form_is_followed_by_its_page(open_page):
+    """The site answers after 0 to 0.2 s; nothing in the browser waits for a fixed time."""
+    player = open_page("/count")
+    for n in range(1, 13):
+        assert f"heading 'page {n}'" in player.play("click [next]")
+        assert player.page.url == f"http://shop.com/count?n={n}"
+    for n in (3, 7, 2, 5):
+        assert f"heading 'page {n}'" in player.play(f"type [N] [{n}]")
+    assert "page 2" in player.play("go_back")
+    assert "page 5" in player.play("go_forward")
+    player.play("go_forward")
+    assert player.problem == "There is no page to go forward to."
+
+
+def test_fields_options_keys_and_the_mouse(open_page):
+    player = open_page("/form")
+    assert "textbox 'Name' value: 'tea' focused" in player.play("type [Name] [tea] [0]")
+    player.play("press [ctrl+a]")
+    assert "value" not in player.play("press [Backspace]").partition("Name")[2]
+    assert "value: 'two x'" in player.play("select [Sort] [two x]")
+    assert "StaticText '2'" in player.page.text
+    player.play("select [Sort] [three]")
+    assert player.problem == "There is no option 'three'. The options are: 'one', 'two x'."
+    assert "StaticText 'over'" in player.play("hover [menu]")
+    assert "low" not in player.page.text and "(more below" in player.page.text
+    player.play("scroll [down]")
+    player.play("scroll [down]")
+    assert "(more above" in player.page.text
+    assert player.page.find("button", "low").element_id
+    player.play("click [low]")
+    assert "StaticText 'low'" in player.play("press [Control+Home]")
+
+
+def test_requests_and_late_changes_are_waited_for_but_not_forever(open_page):
+    assert "StaticText 'late'" in open_page("/fetch").play("click [b]")
+    start = time.monotonic()
+    open_page("/timer")
+    assert time.monotonic() - start < browser_module.MAX_QUIET_S + 8
+
+
+def test_tabs(open_page):
+    player = open_page("/count?n=1")
+    assert player.play("new_tab").startswith("Tab 0: Page 1 | Tab 1 (current): about:blank\n\n")
+    player.play("goto [http://shop.com/count?n=2]")
+    assert player.play("tab_focus [0]").startswith("Tab 0 (current): Page 1 | Tab 1: Page 2\n\n")
+    player.play("tab_focus [2]")
+    assert player.problem == "There is no tab 2."
+    assert player.play("close_tab").startswith("Tab 0 (current): Page 2\n")
+    assert player.play("close_tab").startswith("Tab 0 (current): about:blank\n")
+    for _ in range(MAX_TABS):
+        player.play("new_tab")
+    assert player.problem == f"{MAX_TABS} tabs are open, the maximum."
+
+
+def test_two_sessions_get_the_same_text_for_the_same_page(open_page):
+    first, second = open_page("/form", token="a1"), open_page("/links", token="b2")
+    second.play("goto [http://shop.com/form]")
+    assert first.page.text == second.page.text
+    assert "test" not in first.page.url + first.page.text
+
+
+# ---- what a page can do
+
+
+def test_dialogs_downloads_and_new_windows_are_told(open_page):
+    player = open_page("/links")
+    player.play("click [ask]")
+    assert player.notes == "A dialog said 'Sure?' and was dismissed."
+    player.play("click [download]")
+    assert player.notes == "The download of 'x.bin' was refused."
+    assert "Tab 0 (current): Links | Tab 1: Page 0" in player.play("click [window]")
+    assert player.notes == "A new tab 1 was opened."
+    player = open_page("/stay")
+    player.play("type [2] [x] [0]")
+    assert "page 0" in player.play("click [out]"), "a page cannot hold a visitor"
+
+
+@pytest.mark.parametrize(
+    "address", ["file:///etc/passwd", "http://shop-other.test/", "example.com"]
+)
+def test_other_addresses_are_refused(open_page, address):
+    player = open_page("/links")
+    player.play(f"goto [{address}]")
+    assert "is not on one of the sites: http://shop.com." in player.problem
+    assert player.page.url == "http://shop.com/links"
+
+
+def test_links_to_other_addresses_are_refused_and_nothing_was_sent(open_page):
+    player = open_page("/links")
+    for name, address in (("outside", "http://example.com/"), ("other session", "shop-other.test")):
+        player.play(f"click [{name}]")
+        assert address in player.notes and "is not on the sites" in player.notes
+    player.play("click [file]")
+    assert player.page.url == "http://shop.com/links" and "root:" not in player.page.text
+    assert "/seen" not in Site.paths, "the page's image is on this machine, but on no site"
+
+
+def test_an_element_that_is_gone_is_told(open_page):
+    player = open_page("/links")
+    page = player.session.tab.page
+    player.browser.call(page.evaluate("document.querySelector('a').remove()"))
+    assert "outside" not in player.play("click [outside]")
+    assert player.problem == "The element [1] link 'outside' is no longer on the page."
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/alerts", "A dialog said '1' and was dismissed. The page opened dialogs or windows in a"),
+        ("/windows", "The page opened dialogs or windows in a loop, so its tab was closed."),
+        ("/loop", "The page did not respond, so its tab was closed."),
+    ],
+)
+def test_a_page_in_a_loop_is_closed_and_other_sessions_go_on(open_page, short_limits, path, reason):
+    other = open_page("/count", token="b2")
+    player = open_page(path)
+    thread = threading.Thread(target=player.play, args=("click [b]",))
+    thread.start()
+    num_steps = 0
+    while thread.is_alive():
+        num_steps += 1
+        assert f"page {num_steps}'" in other.play("click [next]")
+    assert reason in player.notes
+    assert num_steps >= 1
+    assert player.page.url == f"http://shop.com{path}", "the tab was replaced at the start"
+    assert "page 0" in player.play("goto [http://shop.com/count]")
+
+
+def test_a_start_page_in_a_loop_is_replaced_by_an_empty_tab(open_page, short_limits):
+    assert open_page("/loop_at_start").page.url == "about:blank"
+
+
+def test_a_page_that_does_not_load(open_page, short_limits):
+    player = open_page("/links")
+    player.play("goto [http://shop.com/never]")
+    assert player.problem == "The page did not answer within 2 s."
+    player.play("click [never]")
+    assert player.notes == "The page did not finish loading within 2 s."
+    assert "StaticText 'text'" in player.play("goto [http://shop.com/never_ready]")
+    assert player.notes == "The page did not finish loading within 2 s."
+
+
+@pytest.mark.parametrize("path", ["/text", "/nodes"])
+def test_a_page_that_is_too_large_is_told_and_can_be_left(open_page, path):
+    player = open_page("/links")
+    assert "(this page is too large to be shown:" in player.play(f"goto [http://shop.com{path}]")
+    assert "link 'outside'" in player.play("go_back")
+
+
+# ---- the browser process
+
+
+def test_a_killed_browser_ends_its_sessions_and_another_one_starts(start_browser):
+    browser = start_browser()
+    player, other = Player(browser, "/count"), Player(browser, "/links", token="b2")
+    children = psutil.Process().children(recursive=True)
+    chromiums = [p for p in children if any("--headless" in text for text in p.cmdline())]
+    main = max(
+        (p for p in chromiums if "--type=" not in " ".join(p.cmdline())), key=lambda p: p.pid
+    )
+    threading.Timer(0.3, main.kill).start()
+    for session in (player, other):
+        with pytest.raises(BrowserLost, match="died; a reset starts the session in another one"):
+            session.play("goto [http://shop.com/never]")
+    assert "page 0" in Player(start_browser(), "/count").page.text
+
+
+def test_a_missing_browser_is_one_line_with_the_command(monkeypatch):
+    monkeypatch.delenv("CHROMIUM", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(BrowserMissing, match="apt-get install chromium-headless-shell, or name"):
+        find_browser()
+    monkeypatch.setenv("CHROMIUM", "/bin/false")
+    with pytest.raises(BrowserMissing, match="/bin/false does not start: [^\n]*$"):
+        Browser()
