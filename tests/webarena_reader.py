@@ -106,7 +106,9 @@ class Browser:
         self.sites.close(self.token)
 
     def goto(self, url, data=None):
-        site = max((s for s, u in PUBLIC.items() if url.startswith(u.removesuffix("/admin"))), key=len)
+        site = max(
+            (s for s, u in PUBLIC.items() if url.startswith(u.removesuffix("/admin"))), key=len
+        )
         parts = urlsplit(url)
         host = urlsplit(self.sites.base_url(site, self.token)).netloc
         cookies = "; ".join(f"{k}={v}" for k, v in self.sites.sign_in(site).items())

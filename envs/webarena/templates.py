@@ -40,9 +40,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote_plus
 
 from envs.webarena.oracle import Step, anywhere, at, both, holds, shows
-from envs.webarena.sites import PUBLIC, build_masters
-from envs.webarena.sites.engine import money, slug
-from envs.webarena.sites.map import minutes, road
+from envs.webarena.sites import PUBLIC, build_masters, connect
 from envs.webarena.tree import Page
 
 FILE = Path(__file__).with_name("templates.toml")
@@ -80,12 +78,9 @@ def make_instances() -> list[Instance]:
 
 def open_all() -> sqlite3.Connection:
     """One connection to the tables of all sites: shop.products, map.places, ..."""
-    database = sqlite3.connect("file::memory:", uri=True)
-    database.row_factory = sqlite3.Row
+    database = connect(":memory:")
     for name, path in build_masters().items():
-        database.execute(f"ATTACH 'file:{path.absolute()}?mode=ro&immutable=1' AS {name}")
-    for function, arguments in ((money, 1), (slug, 1), (minutes, 2), (road, 4)):
-        database.create_function(function.__name__, arguments, function, deterministic=True)
+        database.execute(f"ATTACH 'file:{path}?mode=ro&immutable=1' AS {name}")
     return database
 
 

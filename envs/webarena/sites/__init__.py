@@ -32,7 +32,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from envs.webarena.sites import admin, forge, forum, map, shop
-from envs.webarena.sites.engine import Site, respond
+from envs.webarena.sites.engine import Site, money, respond, slug
 from run.files import build_folder, cache_dir
 
 # The first label of a site's host name, before the session's token.
@@ -59,7 +59,7 @@ def build_masters() -> dict[str, Path]:
     """The SQLite files of all sites; built if the cache has none from this version of the code."""
     here = Path(__file__).parent
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py"))))
-    folder = cache_dir() / "webarena" / digest.hexdigest()[:16]
+    folder = cache_dir().absolute() / "webarena" / digest.hexdigest()[:16]
     data = {site.data.name: site.data for site in HOSTS.values()}
 
     def build(new: Path) -> None:
@@ -71,14 +71,20 @@ def build_masters() -> dict[str, Path]:
     return {name: folder / f"{name}.sqlite" for name in data}
 
 
+def connect(address: str) -> sqlite3.Connection:
+    """Open a database that any thread may use, one at a time, with the functions of our SQL."""
+    database = sqlite3.connect(address, uri=True, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    for function, arguments in ((money, 1), (slug, 1), (map.road, 4), (map.minutes, 2)):
+        database.create_function(function.__name__, arguments, function, deterministic=True)
+    return database
+
+
 def open_masters() -> dict[str, sqlite3.Connection]:
-    """Connections that can only read. Any thread may use them, one at a time."""
-    masters = {}
-    for name, path in build_masters().items():
-        address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-        masters[name] = sqlite3.connect(address, uri=True, check_same_thread=False)
-        masters[name].row_factory = sqlite3.Row
-    return masters
+    """Connections that can only read."""
+    return {
+        name: connect(f"file:{path}?mode=ro&immutable=1") for name, path in build_masters().items()
+    }
 
 
 class Session:
@@ -94,8 +100,7 @@ class Session:
     def write(self, data: str, statements: Sequence[str], parameters: Mapping) -> int:
         """Execute all statements, or none if one fails; returns the id of the last new row."""
         if data not in self._copies:
-            copy = sqlite3.connect(":memory:", check_same_thread=False)
-            copy.row_factory = sqlite3.Row
+            copy = connect(":memory:")
             self._masters[data].backup(copy)
             self._copies[data] = copy
         with self._copies[data] as connection:

@@ -32,14 +32,14 @@ class Edit(NamedTuple):
 
     column: str
     options: Sequence[str] = ()
-    sql: str = ":{column}"
+    sql: str = "{}"
 
 
 class Table(NamedTuple):
     """A list of rows, and what the page of one row shows and changes."""
 
     listing: web.Listing
-    title: str  # the column that is the heading of a row's page
+    title: str  # heading of a row's page
     facts: str  # columns, "total $" for money
     edits: Sequence[Edit] = ()
 
@@ -47,21 +47,21 @@ class Table(NamedTuple):
 TABLES = {
     "orders": Table(
         web.Listing(
-            {"Order": "id /admin/orders/{id}", "Date": "placed", "Customer": "customer"}
+            {"Order": "id /orders/{id}", "Date": "placed", "Customer": "customer"}
             | {"Status": "status", "Total": "total $"},
-            "SELECT *, 'Order ' || id AS name FROM all_orders",
+            "SELECT * FROM all_orders",
             search="id || ' ' || customer",
             filters=[web.Filter("Status", "status", ORDER_STATUS), web.Filter("Date", "placed")],
             sorts={"Newest": "placed DESC, id DESC", "Oldest": "placed, id"}
             | {"Total: high to low": "total DESC, id"},
         ),
-        "name",
+        "Order {id}",
         "customer,placed,status,town,total $,products",
         [Edit("status", ORDER_STATUS)],
     ),
     "products": Table(
         web.Listing(
-            {"Product": "name /admin/products/{id}", "Category": "category", "Price": "price $"}
+            {"Product": "name /products/{id}", "Category": "category", "Price": "price $"}
             | {"Stock": "stock", "Status": "status"},
             "SELECT * FROM products",
             search="name",
@@ -73,13 +73,13 @@ TABLES = {
             sorts={"Name": "name", "Price: high to low": "price DESC, name"}
             | {"Stock: low to high": "stock, name"},
         ),
-        "name",
+        "{name}",
         "category,price $,stock,status,description",
-        [Edit("price", sql="round(:price * 100)"), Edit("stock"), Edit("status", PRODUCT_STATUS)],
+        [Edit("price", sql="round({} * 100)"), Edit("stock"), Edit("status", PRODUCT_STATUS)],
     ),
     "customers": Table(
         web.Listing(
-            {"Name": "name /admin/customers/{id}", "Email": "email", "Town": "town"}
+            {"Name": "name /customers/{id}", "Email": "email", "Town": "town"}
             | {"Orders": "orders"},
             "SELECT c.*, (SELECT count(*) FROM orders WHERE customer = c.name) AS orders "
             "FROM customers c",
@@ -87,29 +87,29 @@ TABLES = {
             filters=[web.Filter("Town", "town", TOWNS)],
             sorts={"Name": "name", "Most orders": "orders DESC, name"},
         ),
-        "name",
+        "{name}",
         "email,phone,street,town,orders",
         [Edit("phone"), Edit("street"), Edit("town", TOWNS)],
     ),
     "reviews": Table(
         web.Listing(
-            {"Review": "title /admin/reviews/{id}", "Product": "product_name"}
+            {"Review": "title /reviews/{id}", "Product": "product_name"}
             | {"Author": "author", "Stars": "stars", "Status": "status"},
             "SELECT r.*, name AS product_name FROM reviews r JOIN products p ON p.id = product",
             search="product_name || ' ' || author",
             filters=[
                 web.Filter("Status", "status", REVIEW_STATUS),
-                web.Filter("Stars", "stars", "12345", "= ? + 0"),
+                web.Filter("Stars", "stars", "12345", "= 0 +"),
             ],
             sorts={"Newest": "created DESC, id"},
         ),
-        "title",
+        "{title}",
         "product_name,author,stars,text,created,status",
         [Edit("status", REVIEW_STATUS)],
     ),
     "pages": Table(
-        web.Listing({"Page": "title /admin/pages/{id}"}, "SELECT * FROM pages", search="title"),
-        "title",
+        web.Listing({"Page": "title /pages/{id}"}, "SELECT * FROM pages", search="title"),
+        "{title}",
         "slug,text",
         [Edit("title"), Edit("text")],
     ),
@@ -123,7 +123,7 @@ REPORTS = {
         sorts={"Newest": "month DESC", "Total: high to low": "total DESC"},
     ),
     "Bestsellers": web.Listing(
-        {"Product": "name /admin/products/{id}", "Quarter": "quarter", "Sold": "sold"},
+        {"Product": "name /products/{id}", "Quarter": "quarter", "Sold": "sold"},
         "SELECT * FROM sold",
         filters=[
             web.Filter("Quarter", "quarter", QUARTERS),
@@ -134,55 +134,34 @@ REPORTS = {
 }
 
 
-@SITE.page("")
-def dashboard(visit: web.Visit) -> web.Page:
-    count = "SELECT count(*) FROM {} WHERE status = 'pending'"
-    facts = {
-        f"Pending {table}": visit.rows(count.format(table))[0][0] for table in ("orders", "reviews")
-    }
-    return web.Page("Dashboard", web.Facts(facts))
-
-
-def add_pages(name: str, table: Table) -> None:
-    """Register the list of a table, the page of a row, and its changes."""
-
-    @SITE.page(f"/{name}")
-    def show_list(visit: web.Visit) -> web.Page:
-        return web.Page(name.capitalize(), table.listing)
-
-    @SITE.page(f"/{name}/{{number}}")
-    def show_row(visit: web.Visit, number: str) -> web.Page:
-        row = visit.row(f"SELECT * FROM ({table.listing.sql}) WHERE id = ?", number)
-        facts = {spec.split()[0]: web.cell(row, spec) for spec in table.facts.split(",")}
-        heads = {column.replace("_", " ").capitalize(): value for column, value in facts.items()}
-        forms = [
+SITE.page(
+    "",
+    "Dashboard",
+    web.Facts({"Pending orders": "orders", "Pending reviews": "reviews"}),
+    row="SELECT (SELECT count(*) FROM orders WHERE status = 'pending') AS orders, "
+    "(SELECT count(*) FROM reviews WHERE status = 'pending') AS reviews",
+)
+for title, listing in REPORTS.items():
+    SITE.page(f"/{title.lower()}", title, listing)
+for name, table in TABLES.items():
+    SITE.page(f"/{name}", name.capitalize(), table.listing)
+    SITE.page(
+        f"/{name}/{{id}}",
+        table.title,
+        web.Facts({spec.split()[0].capitalize(): spec for spec in table.facts.split(",")}),
+        *(
             web.Form(
-                f"/admin/{name}/{number}/{edit.column}",
+                f"/{name}/{{id}}/{edit.column}",
                 f"Set {edit.column}",
-                [web.Field(f"New {edit.column}", edit.column, options=edit.options)],
+                [web.Field(f"New {edit.column}", edit.options)],
             )
             for edit in table.edits
-        ]
-        return web.Page(row[table.title], web.Facts(heads), *forms)
-
-    for edit in table.edits:
+        ),
+        row=f"SELECT * FROM ({table.listing.sql}) WHERE id = :id",
+    )
+    for column, _, sql in table.edits:
         SITE.change(
-            f"/{name}/{{number}}/{edit.column}",
-            f"UPDATE {name} SET {edit.column} = {edit.sql.format(column=edit.column)} "
-            "WHERE id = :number",
-            then=f"/{name}/{{number}}",
+            f"/{name}/{{id}}/{column}",
+            f"UPDATE {name} SET {column} = {sql.format(f':new_{column}')} WHERE id = :id",
+            then=f"/{name}/{{id}}",
         )
-
-
-for name, table in TABLES.items():
-    add_pages(name, table)
-
-
-@SITE.page("/sales")
-def sales(visit: web.Visit) -> web.Page:
-    return web.Page("Sales", REPORTS["Sales"])
-
-
-@SITE.page("/bestsellers")
-def bestsellers(visit: web.Visit) -> web.Page:
-    return web.Page("Bestsellers", REPORTS["Bestsellers"])

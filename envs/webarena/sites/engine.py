@@ -1,21 +1,21 @@
 """The engine of all sites: pages without JavaScript, made from declarations.
 
 A site is a `Data`, the tables and a function that fills them, and a `Site` with pages and changes.
-A page is a function that answers GET with a heading and parts. A change answers POST: SQL with the
-names of form fields, and the address to show next. The schema's constraints check what users enter.
+A page answers GET with a heading and parts; it can be about one row. A change answers POST: SQL,
+and the address to show next. The schema's constraints check what users enter.
 
     SITE = Site("shopping", "Shop", DATA, nav={"Cart": "/cart"})
+    SITE.page(
+        "/products/{slug}", "{name}",
+        Facts({"Price": "price $", "Category": "category /categories/{category}"}),
+        Form("/cart/add", "Add to cart", [Field("Quantity")], hidden={"product": "{id}"}),
+        row="SELECT * FROM products WHERE slug = :slug",
+    )
+    SITE.change("/cart/add", "REPLACE INTO cart VALUES (:product, :quantity)", then="/cart")
 
-    @SITE.page("/products/{slug}")
-    def product(visit, slug):
-        row = visit.row("SELECT * FROM products WHERE slug = ?", slug)
-        form = Form("/cart/set", "Add to cart", [Field("Quantity", "quantity")], {"id": row["id"]})
-        return Page(row["name"], Facts({"Price": money(row["price"])}), form)
-
-    SITE.change("/cart/set", "INSERT OR REPLACE INTO cart VALUES (:id, :quantity)", then="/cart")
-
-`Listing` is a table with search, filters, sorting and pages, all written in the query of the URL:
-/search?q=lamp&price_to=20&sort=price-low-to-high&page=2.
+:names in SQL and {names} in texts are the parts of the path, the query, the fields of the form, and
+the columns of the row; `user` and `today` also exist. `Listing` is a table with search, filters,
+sorting and pages, all in the query of the URL: /search?q=lamp&price_to=20&sort=rating&page=2.
 
 Everything is deterministic: the rows come from a seeded generator, and the date is always TODAY.
 
@@ -58,11 +58,12 @@ class Data(NamedTuple):
 
 
 class Database(Protocol):
-    """The rows that one session sees."""
+    """The rows that one session sees. `write` executes all statements or none, and returns the
+    number of the inserted row."""
 
     def query(self, data: str, sql: str, parameters: Any = ()) -> list[sqlite3.Row]: ...
 
-    def write(self, data: str, statements: Sequence[str], parameters: Mapping) -> int: ...
+    def write(self, data: str, statements: Sequence[str], parameters: Any) -> int: ...
 
 
 def day_before(random: random.Random, last: str, num_days: int) -> str:
@@ -86,46 +87,46 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-# ---------------------------------------------------------------------------------- parts of a page
+# --------------------------------------------------------------------------------- parts of a page
 
 
 class Text(NamedTuple):
     text: str
 
 
-class Link(NamedTuple):
-    text: str
-    href: str
-
-
 class Links(NamedTuple):
-    title: str
-    links: Sequence[tuple[str, str]]  # text, address
+    links: Mapping[str, str]  # text -> address
+    title: str = ""
 
 
 class Facts(NamedTuple):
-    """A table of names and values; the id of a value is its name: #ship-to."""
+    """A table with columns of the page's row, in the form of `cell`. The id of a value in the HTML
+    is its name: #ship-to."""
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, str]
 
 
 class Field(NamedTuple):
-    """An input: a selection if it has `options`, a text area if it has several rows."""
+    """An input: a selection if it has `options`, which are texts or pairs of value and text; a text
+    area if it has several rows."""
 
     label: str
-    name: str
-    value: Any = ""
-    options: Sequence[str | tuple[str, str]] = ()  # texts, or pairs of value and text
+    options: Sequence[str | tuple[str, str]] = ()
     rows: int = 1
+    value: str = ""
+
+    @property
+    def name(self) -> str:
+        short = {"Keyword": "q", "Sort by": "sort"}
+        return short.get(self.label) or slug(self.label).replace("-", "_")
 
 
 class Form(NamedTuple):
-    action: str
+    action: str  # "": the page's own address
     button: str
     fields: Sequence[Field] = ()
-    hidden: Mapping[str, Any] = {}  # sent with the fields
+    hidden: Mapping[str, str] = {}
     method: str = "post"
-    title: str = ""
 
 
 class Filter(NamedTuple):
@@ -136,30 +137,47 @@ class Filter(NamedTuple):
     label: str
     column: str
     options: Sequence[str] = ()
-    test: str = "= ?"
+    test: str = "="
     scale: int = 0
 
 
 class Listing(NamedTuple):
-    """A table of the rows of `sql`. `columns` maps a heading to "column", "column $" for cents,
-    "column /products/{slug}" for a link, or a function of the row. The first of `sorts`, which map
-    what the user chooses to an SQL order, is the default."""
+    """A table of the rows of `sql`. The first of `sorts` is the default."""
 
-    columns: Mapping[str, str | Callable[[sqlite3.Row], Any]]
+    columns: Mapping[str, "str | Form"]  # heading -> what `cell` shows
     sql: str
-    parameters: Sequence = ()
-    search: str = ""  # columns that the field "Keyword" searches, joined by ||
+    search: str = ""  # SQL: what the field "Keyword" searches
     filters: Sequence[Filter] = ()
-    sorts: Mapping[str, str] = {}
+    sorts: Mapping[str, str] = {}  # name -> SQL order
     title: str = ""
 
 
-class Page:
-    def __init__(self, title: str, *parts: Any) -> None:
-        self.title, self.parts = title, parts
+def cell(values: Mapping[str, Any], spec: "str | Form") -> Any:
+    """A value of a row: "column", "column $" for cents, or "column /address/{slug}" for a link."""
+    if isinstance(spec, Form):
+        return as_dict(spec, values)
+    column, _, style = spec.partition(" ")
+    if style == "$":
+        return money(values[column])
+    return {"text": values[column], "href": style.format_map(values)} if style else values[column]
 
 
-# --------------------------------------------------------------------------------- sites and visits
+def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A part as the template reads it: with its kind, "text", "facts", ..., and with the values."""
+
+    def fill(pattern: Any) -> Any:
+        return pattern.format_map(values) if isinstance(pattern, str) else pattern
+
+    shown = {name: fill(value) for name, value in part._asdict().items()}
+    if isinstance(part, Facts):
+        shown["facts"] = {name: cell(values, spec) for name, spec in part.facts.items()}
+    for name in ("hidden", "links"):
+        if name in shown:
+            shown[name] = {fill(key): fill(value) for key, value in shown[name].items()}
+    return {"kind": type(part).__name__.lower()} | shown
+
+
+# -------------------------------------------------------------------------------- sites and visits
 
 
 class Refusal(Exception):
@@ -174,32 +192,26 @@ class SignInNeeded(Exception):
     """The page is for users who have signed in."""
 
 
-@dataclass
-class Visit:
-    """One request: its address, what was entered, the user, and the rows of the user's session."""
+class Values(dict):
+    """The values of a request by name; a name that is missing is empty."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+class Visit(NamedTuple):
+    """One request and the rows of its session."""
 
     site: "Site"
     database: Database
-    path: str
     query: dict[str, str]
-    form: dict[str, str]
-    user: str  # "" for a guest
+    values: Values
 
-    def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
-        return self.database.query(self.site.data.name, sql, parameters)
+    def rows(self, sql: str, values: Mapping[str, Any]) -> list[sqlite3.Row]:
+        return self.database.query(self.site.data.name, sql, values)
 
-    def row(self, sql: str, *parameters: Any) -> sqlite3.Row:
-        """The first row. Raises NotFound if there is none."""
-        for row in self.rows(sql, *parameters):
-            return row
-        raise NotFound("This page does not exist.")
 
-    @property
-    def member(self) -> str:
-        """The user. Raises SignInNeeded for a guest."""
-        if not self.user:
-            raise SignInNeeded
-        return self.user
+Shown = tuple[str, list[dict[str, Any]]]  # a heading, and parts for the template
 
 
 @dataclass
@@ -209,110 +221,122 @@ class Site:
     data: Data
     nav: Mapping[str, str]  # text -> address, on every page
     search: str = ""  # label of the search field on every page, which leads to /search
-    root: str = ""  # begins every path
+    root: str = ""  # begins every path of the site
     account: tuple[str, str] = ("", "")  # the user and the password; a site can have no account
     is_private: bool = False  # all pages need the account
     routes: list[tuple[str, re.Pattern, Callable]] = field(default_factory=list)
 
-    def page(self, path: str, method: str = "GET") -> Callable:
-        """Register the function that makes a page; {names} in `path` become its arguments."""
-        pattern = re.compile(self.root + re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
+    def page(self, path: str, title: str, *parts: Any, row: str = "") -> None:
+        """Register a page. {names} in `path` are parts of the path."""
 
-        def register(function: Callable) -> Callable:
-            self.routes.append((method, pattern, function))
-            return function
+        def show(visit: Visit) -> Shown:
+            values = visit.values
+            if row:
+                rows = visit.rows(row, values)
+                if not rows:
+                    raise NotFound("There is no such entry.")
+                values |= dict(rows[0])
+            listings = (
+                select_rows(visit, part) if isinstance(part, Listing) else {} for part in parts
+            )
+            return title.format_map(values), [
+                as_dict(part, values) | more for part, more in zip(parts, listings)
+            ]
 
-        return register
+        self._add("GET", path, show)
 
     def change(self, path: str, *statements: str, then: str = "") -> None:
-        """Register a change of rows. In the statements, :names are fields of the form and names in
-        `path`; :user and :today also exist. `then`, by default `path`, can use the same {names},
-        and {id}, the number of the inserted row."""
+        """Register a change of rows. `then`, by default `path`, is the page to show next; in it,
+        {new} is the number of an inserted row."""
 
-        def act(visit: Visit, **names: str) -> str:
-            values = {name: entry.strip() for name, entry in visit.form.items()}
-            if empty := [name for name, entry in values.items() if not entry]:
+        def act(visit: Visit) -> str:
+            if not visit.values["user"]:
+                raise SignInNeeded
+            if empty := [name for name, value in visit.values.items() if not value]:
                 raise Refusal(f"The field {empty[0]} is empty.")
-            values |= {**names, "user": visit.member, "today": TODAY}
             try:
-                number = visit.database.write(self.data.name, statements, values)
+                number = visit.database.write(self.data.name, statements, visit.values)
             except sqlite3.IntegrityError as error:
                 raise Refusal(f"The entry is not accepted ({error}).") from error
-            return self.root + (then or path).format(**values | {"id": number})
+            return self.root + (then or path).format_map(visit.values | {"new": number})
 
-        self.page(path, "POST")(act)
+        self._add("POST", path, act)
 
-    def answer(self, method: str, visit: Visit) -> Page | str:
+    def _add(self, method: str, path: str, answer: Callable[[Visit], Shown | str]) -> None:
+        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
+        self.routes.append((method, re.compile(self.root + pattern), answer))
+
+    def answer(self, method: str, path: str, visit: Visit) -> Shown | str:
         """The page, or the address of the next one."""
-        if visit.path == f"{self.root}/login" and self.account[0]:
-            return sign_in(visit) if method == "POST" else SIGN_IN
-        if self.is_private and not visit.user:
+        if path == f"{self.root}/login" and method == "GET":
+            return "Sign in", [as_dict(SIGN_IN, {})]
+        if path == f"{self.root}/login":
+            if tuple(visit.values[field.name] for field in SIGN_IN.fields) != self.account:
+                raise Refusal("The user name or the password is wrong.")
+            visit.values["user"] = self.account[0]
+            return visit.query.get("next", f"{self.root}/")
+        if self.is_private and not visit.values["user"]:
             raise SignInNeeded
         for of_method, pattern, function in self.routes:
-            if of_method == method and (match := pattern.fullmatch(visit.path.rstrip("/"))):
-                return function(visit, **match.groupdict())
-        raise NotFound("This page does not exist.")
+            if of_method == method and (match := pattern.fullmatch(path)):
+                visit.values.update(match.groupdict())
+                return function(visit)
+        raise NotFound("There is no such page.")
 
 
-SIGN_IN = Page(
-    "Sign in", Form("", "Sign in", [Field("User name", "user"), Field("Password", "password")])
-)
+SIGN_IN = Form("", "Sign in", [Field("User name"), Field("Password")])
 
 
-def sign_in(visit: Visit) -> str:
-    if (visit.form.get("user"), visit.form.get("password")) != visit.site.account:
-        raise Refusal("The user name or the password is wrong.")
-    visit.user = visit.site.account[0]
-    return visit.query.get("next", f"{visit.site.root}/")
-
-
-# ----------------------------------------------------------------------------------------- listings
+# ---------------------------------------------------------------------------------------- listings
 
 
 def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
     """What the template shows of a listing: controls, rows of the current page, links to others."""
     controls: list[Field] = []
-    tests: list[tuple[str, str | int]] = []  # an SQL condition, and the entry that it compares with
+    tests: list[str] = []  # SQL conditions
+    values = dict(visit.values)
 
-    def entry(label: str, name: str, options: Sequence[tuple[str, str]] = ()) -> str:
-        controls.append(Field(label, name, visit.query.get(name, ""), options))
-        return visit.query.get(name, "")
+    def entry(label: str, options: Sequence[str | tuple[str, str]] = ()) -> str:
+        control = Field(label, options)
+        value = visit.query.get(control.name, "")
+        controls.append(control._replace(value=value))
+        return value
 
-    if listing.search:
-        words = entry("Keyword", "q").split()
-        tests += [(f"{listing.search} LIKE ?", f"%{word}%") for word in words]
+    def restrict(test: str, limit: Any) -> None:
+        if limit:
+            values[f"limit{len(tests)}"] = limit
+            tests.append(f"{test} :limit{len(tests)}")
+
+    for word in entry("Keyword").split() if listing.search else ():
+        restrict(f"{listing.search} LIKE", f"%{word}%")
     for label, column, options, test, scale in listing.filters:
-        name = slug(label).replace("-", "_")
         if options:
             choices = [("", "Any"), *((option, option) for option in options)]
-            tests.append((f"{column} {test}", entry(label, name, choices)))
+            restrict(f"{column} {test}", entry(label, choices))
         for end, sign in () if options else (("from", ">="), ("to", "<=")):
-            limit = entry(f"{label} {end}", f"{name}_{end}")
-            tests.append((f"{column} {sign} ?", to_unit(limit, scale) if scale else limit))
-    sorts = {slug(name): (name, order) for name, order in listing.sorts.items()}
-    choices = [(key, name) for key, (name, _) in sorts.items()]
-    sort = entry("Sort by", "sort", choices) if len(choices) > 1 else ""
-    _, order = sorts.get(sort) or next(iter(sorts.values()), ("", "1"))
-    tests = [(test, limit) for test, limit in tests if limit]
-    where = " AND ".join(test for test, _ in tests) or "1"
-    values = [*listing.parameters, *(limit for _, limit in tests)]
-    count = visit.rows(f"SELECT count(*) FROM ({listing.sql}) WHERE {where}", *values)[0][0]
+            limit = entry(f"{label} {end}")
+            restrict(f"{column} {sign}", to_unit(limit, scale) if scale else limit)
+    orders = {slug(name): order for name, order in listing.sorts.items()}
+    choices = [(slug(name), name) for name in listing.sorts]
+    sort = entry("Sort by", choices) if len(choices) > 1 else ""
+    order = orders.get(sort) or next(iter(orders.values()), "1")
+    selected = f"FROM ({listing.sql}) WHERE {' AND '.join(tests) or '1'}"
+    count = visit.rows(f"SELECT count(*) {selected}", values)[0][0]
     num_pages = max(1, -(-count // ROWS_PER_PAGE))
     number = visit.query.get("page", "")
     page = min(max(int(number), 1), num_pages) if re.fullmatch(r"[0-9]{1,9}", number) else 1
-    first = (page - 1) * ROWS_PER_PAGE
-    order_by = f"ORDER BY {order} LIMIT {ROWS_PER_PAGE} OFFSET {first}"
-    rows = visit.rows(f"SELECT * FROM ({listing.sql}) WHERE {where} {order_by}", *values)
+    limits = f"LIMIT {ROWS_PER_PAGE} OFFSET {(page - 1) * ROWS_PER_PAGE}"
+    rows = visit.rows(f"SELECT * {selected} ORDER BY {order} {limits}", values)
     return {
         "controls": controls,
         "count": f"{count} result" + "s" * (count != 1),
         "page": f"page {page} of {num_pages}" if num_pages > 1 else "",
-        "cells": [[cell(row, column) for column in listing.columns.values()] for row in rows],
-        "links": [
-            (label, "?" + urlencode(visit.query | {"page": str(other)}))
+        "cells": [[cell(dict(row), spec) for spec in listing.columns.values()] for row in rows],
+        "pages": {
+            label: "?" + urlencode(visit.query | {"page": str(other)})
             for label, other in (("Previous page", page - 1), ("Next page", page + 1))
             if 1 <= other <= num_pages
-        ],
+        },
     }
 
 
@@ -324,24 +348,10 @@ def to_unit(entry: str, scale: int) -> str | int:
         raise Refusal(f"{entry!r:.40} is not a number.") from error
 
 
-def cell(row: sqlite3.Row, column: str | Callable[[sqlite3.Row], Any]) -> Any:
-    """What a column of a listing, see there, shows for a row."""
-    if callable(column):
-        return column(row)
-    name, _, form = column.partition(" ")
-    if form == "$":
-        return money(row[name])
-    return Link(row[name], form.format(**dict(row))) if form else row[name]
+# ----------------------------------------------------------------------------------------- answers
 
-
-# ------------------------------------------------------------------------------------------ answers
-
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+LOADER = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
+TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
 def respond(
@@ -352,29 +362,24 @@ def respond(
     if method == "GET" and len(entries) < len(parse_qsl(query, keep_blank_values=True)):
         # A GET form also sends its empty fields. Without them, a list has one address only.
         return RedirectResponse(f"{path}?{urlencode(entries)}".rstrip("?"), 303)
-    fields = dict(parse_qsl(form, keep_blank_values=True))
-    is_member = user and user == site.account[0]
-    visit, status = Visit(site, database, path, entries, fields, user if is_member else ""), 200
+    fields = {name: entry.strip() for name, entry in parse_qsl(form, keep_blank_values=True)}
+    member = site.account[0] if user == site.account[0] else ""
+    values = Values(entries | fields | {"user": member, "today": TODAY})
+    status = 200
     try:
-        page = site.answer(method, visit)
-        parts = [] if isinstance(page, str) else [as_dict(visit, part) for part in page.parts]
+        answer = site.answer(method, path.rstrip("/"), Visit(site, database, entries, values))
     except SignInNeeded:
         return RedirectResponse(f"{site.root}/login?{urlencode({'next': path})}", 303)
     except Refusal as refusal:
-        is_missing = isinstance(refusal, NotFound)
-        status = 404 if is_missing else 422
-        page = Page("Not found" if is_missing else "Please check your entry")
-        parts = [as_dict(visit, Text(str(refusal)))]
-    if isinstance(page, str):
-        response: Response = RedirectResponse(page, 303)
-        if visit.user != user:
-            response.set_cookie("user", visit.user)
+        status = 404 if isinstance(refusal, NotFound) else 422
+        title = "Not found" if status == 404 else "Please check your entry"
+        answer = title, [{"kind": "text", "text": str(refusal)}]
+    if isinstance(answer, str):
+        response: Response = RedirectResponse(answer, 303)
+        if values["user"] != member:
+            response.set_cookie("user", values["user"])
         return response
     template = TEMPLATES.get_template("page.html")
-    return HTMLResponse(template.render(site=site, page=page, parts=parts, user=visit.user), status)
-
-
-def as_dict(visit: Visit, part: Any) -> dict[str, Any]:
-    """A part as the template reads it, with its kind: "text", "facts", "listing", ..."""
-    more = select_rows(visit, part) if isinstance(part, Listing) else {}
-    return {"kind": type(part).__name__.lower()} | part._asdict() | more
+    title, parts = answer
+    html = template.render(site=site, title=title, parts=parts, user=values["user"])
+    return HTMLResponse(html, status)

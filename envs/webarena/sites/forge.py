@@ -40,7 +40,6 @@ VERBS = "Fix,Improve,Rewrite,Document,Simplify,Test".split(",")
 LABELS = ("bug", "feature", "documentation", "performance", "question")
 MILESTONES = ("v1.0", "v1.1", "v2.0")
 ROLES = ("guest", "reporter", "developer", "maintainer")
-STATES = ("open", "closed")
 MERGE_STATES = ("open", "merged", "closed")
 VISIBILITIES = ("private", "internal", "public")
 USER = "ada.quill"
@@ -76,7 +75,11 @@ def make_rows(random: random.Random) -> dict[str, list[tuple]]:
                     state = random.choice(MERGE_STATES)
                     tables[kind].append((path, number, title, *people, state, made))
                     continue
-                about = random.choice(LABELS), random.choice(MILESTONES), random.choice(STATES)
+                about = (
+                    random.choice(LABELS),
+                    random.choice(MILESTONES),
+                    random.choice(("open", "closed")),
+                )
                 row = (
                     len(tables[kind]) + 1,
                     path,
@@ -100,7 +103,7 @@ SITE = web.Site(
     "Forge",
     web.Data("forge", SCHEMA, make_rows),
     nav={"Projects": "/", "New project": "/projects/new", "My issues": "/issues"}
-    | {"My merge requests": "/merge_requests"},
+    | {"My reviews": "/merge_requests"},
     search="Search projects",
     account=(USER, "engine1843"),
 )
@@ -113,10 +116,10 @@ PROJECTS = web.Listing(
 ISSUES = web.Listing(
     {"Issue": "title /{project}/issues/{number}", "Author": "author", "Assignee": "assignee"}
     | {"Label": "label", "Milestone": "milestone", "State": "state"},
-    "SELECT * FROM issues WHERE project = ?",
+    "SELECT * FROM issues WHERE project = :owner || '/' || :name",
     search="title",
     filters=[
-        web.Filter("State", "state", STATES),
+        web.Filter("State", "state", ("open", "closed")),
         web.Filter("Label", "label", LABELS),
         web.Filter("Milestone", "milestone", MILESTONES),
     ],
@@ -125,58 +128,32 @@ ISSUES = web.Listing(
 MERGE_REQUESTS = web.Listing(
     {"Title": "title", "Project": "project /{project}", "Author": "author", "Reviewer": "reviewer"}
     | {"State": "state", "Created": "created"},
-    "SELECT * FROM merge_requests WHERE project = ?",
+    "SELECT * FROM merge_requests WHERE project = :owner || '/' || :name",
     search="title",
     filters=[web.Filter("State", "state", MERGE_STATES)],
     sorts={"Newest": "created DESC, number DESC"},
 )
-COMMITS = web.Listing(
-    {"Message": "message", "Author": "author", "Date": "created", "Commit": "hash"},
-    "SELECT * FROM commits WHERE project = ?",
-    search="author || ' ' || message",
-    filters=[web.Filter("Date", "created")],
-    sorts={"Newest": "created DESC, hash"},
+SITE.page("", "Projects", PROJECTS)
+SITE.page("/search", "Search results", PROJECTS)
+SITE.page(
+    "/issues",
+    "Issues assigned to me",
+    ISSUES._replace(sql="SELECT * FROM issues WHERE assignee = :user"),
 )
-MEMBERS = web.Listing(
-    {"Member": "user", "Role": "role"},
-    "SELECT * FROM members WHERE project = ?",
-    sorts={"Name": "user"},
+SITE.page(
+    "/merge_requests",
+    "Merge requests that I review",
+    MERGE_REQUESTS._replace(sql="SELECT * FROM merge_requests WHERE reviewer = :user"),
 )
-
-
-@SITE.page("")
-def home(visit: web.Visit) -> web.Page:
-    return web.Page("Projects", PROJECTS)
-
-
-@SITE.page("/search")
-def search(visit: web.Visit) -> web.Page:
-    return web.Page("Search results", PROJECTS)
-
-
-@SITE.page("/issues")
-def my_issues(visit: web.Visit) -> web.Page:
-    sql = "SELECT * FROM issues WHERE assignee = ?"
-    return web.Page("Issues assigned to me", ISSUES._replace(sql=sql, parameters=[visit.member]))
-
-
-@SITE.page("/merge_requests")
-def my_merge_requests(visit: web.Visit) -> web.Page:
-    sql = "SELECT * FROM merge_requests WHERE reviewer = ?"
-    listing = MERGE_REQUESTS._replace(sql=sql, parameters=[visit.member])
-    return web.Page("Merge requests to review", listing)
-
-
-@SITE.page("/projects/new")
-def new_project(visit: web.Visit) -> web.Page:
-    fields = [
-        web.Field("Project name", "name"),
-        web.Field("Description", "description"),
-        web.Field("Visibility", "visibility", options=VISIBILITIES),
-    ]
-    return web.Page("New project", web.Form("", "Create project", fields))
-
-
+SITE.page(
+    "/projects/new",
+    "New project",
+    web.Form(
+        "",
+        "Create project",
+        [web.Field("Name"), web.Field("Description"), web.Field("Visibility", VISIBILITIES)],
+    ),
+)
 SITE.change(
     "/projects/new",
     "INSERT INTO projects VALUES (:user || '/' || :name, :user, :description, 0, :name, "
@@ -184,96 +161,77 @@ SITE.change(
     "INSERT INTO members VALUES (:user || '/' || :name, :user, 'maintainer')",
     then="/{user}/{name}",
 )
-
-
-@SITE.page("/{owner}/{name}")
-def project(visit: web.Visit, owner: str, name: str) -> web.Page:
-    path = f"{owner}/{name}"
-    row = visit.row("SELECT * FROM all_projects WHERE path = ?", path)
-    sql = "SELECT * FROM stars WHERE project = ? AND user = ?"
-    star = "Unstar" if visit.rows(sql, path, visit.user) else "Star"
-    pages = {"Issues": "issues", "New issue": "issues/new", "Merge requests": "merge_requests"}
-    pages |= {"Commits": "commits", "Members": "members"}
-    return web.Page(
-        path,
-        web.Text(row["description"]),
-        web.Links("", [(text, f"/{path}/{page}") for text, page in pages.items()]),
-        web.Facts({"Stars": row["stars"], "Visibility": row["visibility"]}),
-        web.Form(f"/{path}/{star.lower()}", star),
-    )
-
-
-PROJECT = ":owner || '/' || :name"
+HERE, PATH = "/{owner}/{name}", ":owner || '/' || :name"
+SITE.page(
+    HERE,
+    "{path}",
+    web.Text("{description}"),
+    web.Links(
+        {"Issues": f"{HERE}/issues", "New issue": f"{HERE}/issues/new"}
+        | {"Merge requests": f"{HERE}/merge_requests", "Commits": f"{HERE}/commits"}
+        | {"Members": f"{HERE}/members"}
+    ),
+    web.Facts({"Visibility": "visibility", "Stars": "stars", "Starred": "starred"}),
+    web.Form(f"{HERE}/star", "Star"),
+    web.Form(f"{HERE}/unstar", "Unstar"),
+    row="SELECT *, iif(EXISTS (SELECT * FROM stars WHERE project = path AND user = :user), 'yes', "
+    f"'no') AS starred FROM all_projects WHERE path = {PATH}",
+)
+SITE.change(f"{HERE}/star", f"REPLACE INTO stars VALUES ({PATH}, :user)", then=HERE)
 SITE.change(
-    "/{owner}/{name}/star", f"REPLACE INTO stars VALUES ({PROJECT}, :user)", then="/{owner}/{name}"
+    f"{HERE}/unstar", f"DELETE FROM stars WHERE project = {PATH} AND user = :user", then=HERE
+)
+SITE.page(f"{HERE}/issues", "Issues of {owner}/{name}", ISSUES)
+SITE.page(f"{HERE}/merge_requests", "Merge requests of {owner}/{name}", MERGE_REQUESTS)
+SITE.page(
+    f"{HERE}/commits",
+    "Commits of {owner}/{name}",
+    web.Listing(
+        {"Message": "message", "Author": "author", "Date": "created", "Commit": "hash"},
+        f"SELECT * FROM commits WHERE project = {PATH}",
+        search="author || ' ' || message",
+        filters=[web.Filter("Date", "created")],
+        sorts={"Newest": "created DESC, hash"},
+    ),
+)
+SITE.page(
+    f"{HERE}/members",
+    "Members of {owner}/{name}",
+    web.Form("", "Add member", [web.Field("User name"), web.Field("Role", ROLES)]),
+    web.Listing(
+        {"Member": "user", "Role": "role"}, f"SELECT * FROM members WHERE project = {PATH}"
+    ),
 )
 SITE.change(
-    "/{owner}/{name}/unstar",
-    f"DELETE FROM stars WHERE project = {PROJECT} AND user = :user",
-    then="/{owner}/{name}",
+    f"{HERE}/members",
+    f"REPLACE INTO members SELECT {PATH}, name, :role FROM users WHERE name = :user_name",
 )
-
-
-@SITE.page("/{owner}/{name}/(?P<kind>issues|merge_requests|commits|members)")
-def part_of_project(visit: web.Visit, owner: str, name: str, kind: str) -> web.Page:
-    listings = {"issues": ISSUES, "merge_requests": MERGE_REQUESTS, "commits": COMMITS}
-    listing = listings.get(kind, MEMBERS)._replace(parameters=[f"{owner}/{name}"])
-    fields = [web.Field("User name", "member"), web.Field("Role", "role", options=ROLES)]
-    forms = [web.Form("", "Add member", fields)] if kind == "members" else []
-    title = kind.replace("_", " ").capitalize()
-    return web.Page(f"{title} of {owner}/{name}", *forms, listing)
-
-
+SITE.page(
+    f"{HERE}/issues/new",
+    "New issue in {owner}/{name}",
+    web.Form(
+        "", "Create issue", [web.Field("Title"), web.Field("Assignee"), web.Field("Label", LABELS)]
+    ),
+)
 SITE.change(
-    "/{owner}/{name}/members",
-    f"REPLACE INTO members SELECT {PROJECT}, name, :role FROM users WHERE name = :member",
+    f"{HERE}/issues/new",
+    f"INSERT INTO issues SELECT NULL, {PATH}, coalesce(max(number), 0) + 1, :title, :title, "
+    f":user, :assignee, :label, 'none', 'open', :today FROM issues WHERE project = {PATH}",
+    then=f"{HERE}/issues",
 )
-
-
-@SITE.page("/{owner}/{name}/issues/new")
-def new_issue(visit: web.Visit, owner: str, name: str) -> web.Page:
-    members = visit.rows("SELECT user FROM members WHERE project = ? ORDER BY 1", f"{owner}/{name}")
-    fields = [
-        web.Field("Title", "title"),
-        web.Field("Assignee", "assignee", options=[user for (user,) in members]),
-        web.Field("Label", "label", options=LABELS),
-    ]
-    return web.Page(f"New issue in {owner}/{name}", web.Form("", "Create issue", fields))
-
-
+SITE.page(
+    f"{HERE}/issues/{{number}}",
+    "{title}",
+    web.Text("{text}"),
+    web.Facts(
+        {"Project": "project /{project}", "Author": "author", "Assignee": "assignee"}
+        | {"Label": "label", "Milestone": "milestone", "State": "state", "Created": "created"}
+    ),
+    web.Form("", "Close issue", hidden={"new_state": "closed"}),
+    web.Form("", "Reopen issue", hidden={"new_state": "open"}),
+    row=f"SELECT * FROM issues WHERE project = {PATH} AND number = :number",
+)
 SITE.change(
-    "/{owner}/{name}/issues/new",
-    f"INSERT INTO issues SELECT NULL, {PROJECT}, coalesce(max(number), 0) + 1, :title, :title, "
-    f":user, :assignee, :label, 'none', 'open', :today FROM issues WHERE project = {PROJECT}",
-    then="/{owner}/{name}/issues",
+    f"{HERE}/issues/{{number}}",
+    f"UPDATE issues SET state = :new_state WHERE project = {PATH} AND number = :number",
 )
-
-
-@SITE.page("/{owner}/{name}/issues/{number}")
-def issue(visit: web.Visit, owner: str, name: str, number: str) -> web.Page:
-    sql = "SELECT * FROM issues WHERE project = ? AND number = ?"
-    row = visit.row(sql, f"{owner}/{name}", number)
-    facts = ("Project", "Author", "Assignee", "Label", "Milestone", "State", "Created")
-    change = "Close issue" if row["state"] == "open" else "Reopen issue"
-    state = {"state": "closed" if row["state"] == "open" else "open"}
-    return web.Page(
-        row["title"],
-        web.Text(row["text"]),
-        web.Facts({fact: row[fact.lower()] for fact in facts}),
-        web.Form(visit.path, change, hidden=state),
-        *(
-            web.Form(f"{visit.path}/{column}", f"Set {column}", [field])
-            for column, field in (
-                ("label", web.Field("New label", "label", options=LABELS)),
-                ("milestone", web.Field("New milestone", "milestone", options=MILESTONES)),
-            )
-        ),
-    )
-
-
-for column in ("state", "label", "milestone"):
-    SITE.change(
-        "/{owner}/{name}/issues/{number}" + (f"/{column}" if column != "state" else ""),
-        f"UPDATE issues SET {column} = :{column} WHERE project = {PROJECT} AND number = :number",
-        then="/{owner}/{name}/issues/{number}",
-    )

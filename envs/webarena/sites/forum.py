@@ -47,11 +47,6 @@ COMMENTS = (
 ).split(",")
 SYLLABLES = "ba,do,fi,ka,lo,mi,nu,pe,ra,so,ti,vo,wen,zar".split(",")
 USER = "marvin"
-SORTS = {
-    "hot": f"score - 4 * (julianday('{web.TODAY}') - julianday(created)) DESC, id",
-    "new": "created DESC, id DESC",
-    "top": "score DESC, id",
-}
 
 
 def make_rows(random: random.Random) -> dict[str, list[tuple]]:
@@ -97,124 +92,89 @@ SITE = web.Site(
     account=(USER, "towel4242"),
 )
 POSTS = web.Listing(
-    {
-        "Post": "title /posts/{id}",
-        "Board": "board /boards/{board}",
-        "Author": "author /users/{author}",
-    }
-    | {"Score": "score", "Comments": "comments", "Date": "created"},
+    {"Post": "title /posts/{id}", "Board": "board /boards/{board}"}
+    | {"Author": "author /users/{author}", "Score": "score", "Comments": "comments"}
+    | {"Date": "created"},
     "SELECT * FROM all_posts",
     search="title",
-    sorts={name.capitalize(): order for name, order in SORTS.items()}
-    | {"Most comments": "comments DESC, id"},
+    sorts={
+        "Hot": f"score - 4 * (julianday('{web.TODAY}') - julianday(created)) DESC, id",
+        "New": "created DESC, id DESC",
+        "Top": "score DESC, id",
+        "Most comments": "comments DESC, id",
+    },
 )
-
-
-@SITE.page("")
-def home(visit: web.Visit) -> web.Page:
-    return web.Page("Posts", POSTS)
-
-
-@SITE.page("/search")
-def search(visit: web.Visit) -> web.Page:
-    return web.Page("Search results", POSTS)
-
-
-@SITE.page("/boards")
-def boards(visit: web.Visit) -> web.Page:
-    return web.Page("Boards", web.Links("", [(name, f"/boards/{name}") for name in BOARDS]))
-
-
-@SITE.page("/boards/{board}")
-def show_board(visit: web.Visit, board: str) -> web.Page:
-    row = visit.row("SELECT * FROM boards WHERE name = ?", board)
-    sql = "SELECT * FROM subscriptions WHERE board = ? AND user = ?"
-    change = "Unsubscribe" if visit.rows(sql, board, visit.user) else "Subscribe"
-    sql = "SELECT * FROM all_posts WHERE board = ?"
-    return web.Page(
-        board,
-        web.Text(row["description"]),
-        web.Links("", [("Write a post", f"/boards/{board}/submit")]),
-        web.Form(f"/boards/{board}/{change.lower()}", change),
-        POSTS._replace(sql=sql, parameters=[board]),
-    )
-
-
-SUBSCRIBED = "/boards/{board}"
+SITE.page("", "Posts", POSTS)
+SITE.page("/search", "Search results", POSTS)
+SITE.page("/boards", "Boards", web.Links({name: f"/boards/{name}" for name in BOARDS}))
+SITE.page(
+    "/subscriptions",
+    "Subscriptions",
+    web.Listing(
+        {"Board": "board /boards/{board}"}, "SELECT board FROM subscriptions WHERE user = :user"
+    ),
+)
+SITE.page(
+    "/boards/{board}",
+    "{board}",
+    web.Links({"Write a post": "/boards/{board}/submit"}),
+    web.Facts({"Subscribed": "subscribed"}),
+    web.Form("/boards/{board}/subscribe", "Subscribe"),
+    web.Form("/boards/{board}/unsubscribe", "Unsubscribe"),
+    POSTS._replace(sql="SELECT * FROM all_posts WHERE board = :board"),
+    row="SELECT *, iif(EXISTS (SELECT * FROM subscriptions WHERE board = name AND user = :user), "
+    "'yes', 'no') AS subscribed FROM boards WHERE name = :board",
+)
 SITE.change(
     "/boards/{board}/subscribe",
     "REPLACE INTO subscriptions VALUES (:board, :user)",
-    then=SUBSCRIBED,
+    then="/boards/{board}",
 )
 SITE.change(
     "/boards/{board}/unsubscribe",
     "DELETE FROM subscriptions WHERE board = :board AND user = :user",
-    then=SUBSCRIBED,
+    then="/boards/{board}",
 )
-
-
-@SITE.page("/subscriptions")
-def subscriptions(visit: web.Visit) -> web.Page:
-    rows = visit.rows("SELECT board FROM subscriptions WHERE user = ? ORDER BY 1", visit.member)
-    return web.Page("Subscriptions", web.Links("", [(b, f"/boards/{b}") for (b,) in rows]))
-
-
-@SITE.page("/boards/{board}/submit")
-def write_post(visit: web.Visit, board: str) -> web.Page:
-    fields = [web.Field("Title", "title"), web.Field("Text", "text", rows=4)]
-    return web.Page(f"New post in {board}", web.Form("", "Submit post", fields))
-
-
+SITE.page(
+    "/boards/{board}/submit",
+    "New post in {board}",
+    web.Form("", "Submit post", [web.Field("Title"), web.Field("Text", rows=4)]),
+)
 SITE.change(
     "/boards/{board}/submit",
     "INSERT INTO posts VALUES (NULL, :board, :user, :title, :text, :today, 1)",
-    then="/posts/{id}",
+    then="/posts/{new}",
 )
-
-
-@SITE.page("/posts/{number}")
-def post(visit: web.Visit, number: str) -> web.Page:
-    row = visit.row("SELECT * FROM all_posts WHERE id = ?", number)
-    mine = visit.rows("SELECT value FROM votes WHERE post = ? AND user = ?", number, visit.user)
-    vote = {1: "up", -1: "down"}[mine[0][0]] if mine else "none"
-    facts = {"Author": web.Link(row["author"], f"/users/{row['author']}"), "Date": row["created"]}
-    return web.Page(
-        row["title"],
-        web.Text(row["text"]),
-        web.Facts(facts | {"Score": row["score"], "My vote": vote}),
-        *(
-            web.Form(f"/posts/{number}/vote", label, hidden={"value": value})
-            for label, value in (("Upvote", 1), ("Downvote", -1))
-        ),
-        web.Form(f"/posts/{number}", "Add comment", [web.Field("Comment", "text")]),
-        web.Listing(
-            {"Author": "author /users/{author}", "Comment": "text", "Date": "created"},
-            "SELECT * FROM comments WHERE post = ?",
-            [number],
-            sorts={"Oldest": "id"},
-            title="Comments",
-        ),
-    )
-
-
-SITE.change("/posts/{number}", "INSERT INTO comments VALUES (NULL, :number, :user, :text, :today)")
+SITE.page(
+    "/posts/{id}",
+    "{title}",
+    web.Text("{text}"),
+    web.Facts(
+        {"Board": "board /boards/{board}", "Author": "author /users/{author}", "Date": "created"}
+        | {"Score": "score", "My vote": "vote"}
+    ),
+    web.Form("/posts/{id}/vote", "Upvote", hidden={"value": "1"}),
+    web.Form("/posts/{id}/vote", "Downvote", hidden={"value": "-1"}),
+    web.Form("/posts/{id}", "Add comment", [web.Field("Comment")]),
+    web.Listing(
+        {"Author": "author /users/{author}", "Comment": "text", "Date": "created"},
+        "SELECT * FROM comments WHERE post = :id",
+        sorts={"Oldest": "id"},
+        title="Comments",
+    ),
+    row="SELECT p.*, CASE value WHEN 1 THEN 'up' WHEN -1 THEN 'down' ELSE 'none' END AS vote "
+    "FROM all_posts p LEFT JOIN votes v ON v.post = p.id AND v.user = :user WHERE p.id = :id",
+)
+SITE.change("/posts/{id}", "INSERT INTO comments VALUES (NULL, :id, :user, :comment, :today)")
 SITE.change(
-    "/posts/{number}/vote",
-    "REPLACE INTO votes VALUES (:number, :user, :value)",
-    then="/posts/{number}",
+    "/posts/{id}/vote", "REPLACE INTO votes VALUES (:id, :user, :value)", then="/posts/{id}"
 )
-
-
-@SITE.page("/users/{name}")
-def user(visit: web.Visit, name: str) -> web.Page:
-    row = visit.row("SELECT * FROM users WHERE name = ?", name)
-    sql = "SELECT * FROM all_posts WHERE author = ?"
-    is_mine = name == visit.user
-    edit = (
-        [web.Form(f"/users/{name}", "Save bio", [web.Field("New bio", "bio")])] if is_mine else []
-    )
-    facts = web.Facts({"Joined": row["joined"], "Bio": row["bio"]})
-    return web.Page(name, facts, *edit, POSTS._replace(sql=sql, parameters=[name]))
-
-
-SITE.change("/users/{name}", "UPDATE users SET bio = :bio WHERE name = :user")
+SITE.page(
+    "/users/{name}",
+    "{name}",
+    web.Facts({"Joined": "joined", "Bio": "bio"}),
+    web.Form(f"/users/{USER}", "Save my bio", [web.Field("New bio")]),
+    POSTS._replace(sql="SELECT * FROM all_posts WHERE author = :name"),
+    row="SELECT * FROM users WHERE name = :name",
+)
+SITE.change("/users/{name}", "UPDATE users SET bio = :new_bio WHERE name = :user")

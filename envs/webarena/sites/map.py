@@ -1,7 +1,6 @@
 """The map: places of an invented region, what is near to them, and routes between them."""
 
 import random
-import sqlite3
 from math import isqrt
 
 from envs.webarena.sites import engine as web
@@ -14,7 +13,9 @@ CREATE TABLE places (id INTEGER PRIMARY KEY, slug TEXT UNIQUE, name TEXT UNIQUE,
 TOWNS = (
     "Ashwick,Birkdale,Calder,Dunmere,Elmstead,Fallow,Garnock,Heathrow Mill,Inver,Kelby,Lindow,Marsh"
 ).split(",")
-CATEGORIES = "bakery,bank,bookshop,cafe,cinema,clinic,hotel,library,museum,park,pharmacy,school"
+CATEGORIES = (
+    "bakery,bank,bookshop,cafe,cinema,clinic,hotel,library,museum,park,pharmacy,school"
+).split(",")
 NAMES = (
     "Acorn,Amber,Beacon,Bluebell,Bridge,Castle,Cedar,Corner,Crown,Dove,Eagle,Falcon,Fern,Garden,"
     "Golden,Harbour,Heron,Hill,Holly,Ivory,Kestrel,Lantern,Laurel,Maple,Meadow,Mill,Oak,Olive,"
@@ -30,7 +31,7 @@ def make_rows(random: random.Random) -> dict[str, list[tuple]]:
         (n, web.slug(town), town, "town", "", town, "", "", *centers[town])
         for n, town in enumerate(TOWNS, 1)
     ]
-    names = [(name, kind) for name in NAMES for kind in CATEGORIES.split(",")]
+    names = [(name, kind) for name in NAMES for kind in CATEGORIES]
     for number, (first, category) in enumerate(random.sample(names, 420), len(TOWNS) + 1):
         name, town = f"{first} {category.title()}", random.choice(TOWNS)
         x, y = (center + random.randrange(-1500, 1500) for center in centers[town])
@@ -53,12 +54,12 @@ def road(x1: int, y1: int, x2: int, y2: int) -> int:
 
 
 def minutes(meters: int, mode: str) -> int:
-    """Travel time.
+    """Travel time; by car if there is no such mode.
 
     >>> minutes(6300, "foot")
     76
     """
-    return max(1, round(meters * 60 / (SPEEDS[mode] * 1000)))
+    return max(1, round(meters * 60 / (SPEEDS.get(mode, SPEEDS["car"]) * 1000)))
 
 
 SITE = web.Site(
@@ -68,71 +69,59 @@ SITE = web.Site(
     nav={"Home": "/", "All places": "/search", "Directions": "/directions"},
     search="Search places",
 )
-DIRECTIONS = [
-    *(web.Field("From", "from"), web.Field("To", "to")),
-    web.Field("Travel by", "by", "car", tuple(SPEEDS)),
-]
-COLUMNS = {"Place": "name /places/{slug}", "Category": "category", "Town": "town"}
-
-
-@SITE.page("")
-def home(visit: web.Visit) -> web.Page:
-    towns = web.Links("Towns", [(town, f"/places/{web.slug(town)}") for town in TOWNS])
-    return web.Page("Map", web.Text("Search for a place, or ask for directions."), towns)
-
-
-@SITE.page("/search")
-def search(visit: web.Visit) -> web.Page:
-    filters = [
-        web.Filter("Category", "category", CATEGORIES.split(",")),
-        web.Filter("Town", "town", TOWNS),
-    ]
-    return web.Page(
-        "Places",
-        web.Listing(COLUMNS, "SELECT * FROM places", search="name", filters=filters),
-    )
-
-
-@SITE.page("/places/{name}")
-def place(visit: web.Visit, name: str) -> web.Page:
-    row = visit.row("SELECT * FROM places WHERE slug = ?", name)
-    facts = {"Category": row["category"], "Town": row["town"]}
-    if row["phone"]:
-        facts |= {"Address": f"{row['street']}, {row['town']}"}
-        facts |= {"Phone": row["phone"], "Opening hours": row["hours"]}
-    categories = web.Field("Category", "category", options=CATEGORIES.split(","))
-    nearest = web.Form(f"/places/{name}/nearest", "Find nearest", [categories], method="get")
-    return web.Page(row["name"], web.Facts(facts), nearest)
-
-
-@SITE.page("/places/{name}/nearest")
-def nearest(visit: web.Visit, name: str) -> web.Page:
-    origin = visit.row("SELECT * FROM places WHERE slug = ?", name)
-    category = visit.query.get("category", "")
-    sql = "SELECT * FROM places WHERE category = ? AND slug <> ?"
-    rows = visit.rows(sql, category, name)
-    meters = {row["name"]: road(origin["x"], origin["y"], row["x"], row["y"]) for row in rows}
-    near = sorted(meters, key=meters.__getitem__)[:5]
-    facts = {name: f"{meters[name] / 1000:.1f} km" for name in near}
-    return web.Page(f"Nearest {category} to {origin['name']}", web.Facts(facts))
-
-
-@SITE.page("/directions")
-def directions(visit: web.Visit) -> web.Page:
-    form = web.Form("/directions", "Find route", DIRECTIONS, method="get")
-    if not {"from", "to"} <= visit.query.keys():
-        return web.Page("Directions", form)
-    ends = [find_place(visit, visit.query[name]) for name in ("from", "to")]
-    mode = visit.query.get("by", "car")
-    if mode not in SPEEDS:
-        raise web.Refusal(f"You can travel by {', '.join(SPEEDS)}.")
-    meters = road(*(end[axis] for end in ends for axis in ("x", "y")))
-    time = minutes(meters, mode)
-    facts = {"Distance": f"{meters / 1000:.1f} km", "Time": f"{time} minutes", "Travel by": mode}
-    return web.Page(f"From {ends[0]['name']} to {ends[1]['name']}", web.Facts(facts), form)
-
-
-def find_place(visit: web.Visit, name: str) -> sqlite3.Row:
-    for row in visit.rows("SELECT * FROM places WHERE name LIKE ?", name.strip()):
-        return row
-    raise web.Refusal(f"There is no place with the name {name!r:.60}. Search for its full name.")
+SITE.page(
+    "",
+    "Map",
+    web.Text("Search for a place, or ask for directions."),
+    web.Links({town: f"/places/{web.slug(town)}" for town in TOWNS}, "Towns"),
+)
+SITE.page(
+    "/search",
+    "Places",
+    web.Listing(
+        {"Place": "name /places/{slug}", "Category": "category", "Town": "town"},
+        "SELECT * FROM places",
+        search="name",
+        filters=[web.Filter("Category", "category", CATEGORIES), web.Filter("Town", "town", TOWNS)],
+        sorts={"Name": "name"},
+    ),
+)
+SITE.page(
+    "/places/{name}",
+    "{name}",
+    web.Facts(
+        {"Category": "category", "Address": "address", "Phone": "phone", "Opening hours": "hours"}
+    ),
+    web.Form(
+        "/places/{slug}/nearest", "Find nearest", [web.Field("Category", CATEGORIES)], {}, "get"
+    ),
+    row="SELECT *, street || ', ' || town AS address FROM places WHERE slug = :name",
+)
+SITE.page(
+    "/places/{slug}/nearest",
+    "Nearest {category} to {name}",
+    web.Listing(
+        {"Place": "name /places/{slug}", "Distance": "distance"},
+        "SELECT b.*, road(a.x, a.y, b.x, b.y) AS meters, "
+        "road(a.x, a.y, b.x, b.y) / 1000.0 || ' km' AS distance FROM places a "
+        "JOIN places b ON a.id <> b.id WHERE a.name = :name AND b.category = :category",
+        sorts={"Distance": "meters"},
+    ),
+    row="SELECT name FROM places WHERE slug = :slug",
+)
+ROUTE = web.Form(
+    "/route",
+    "Find route",
+    [web.Field("From"), web.Field("To"), web.Field("Travel by", tuple(SPEEDS))],
+    method="get",
+)
+SITE.page("/directions", "Directions", ROUTE, web.Text("Enter the full names of two places."))
+SITE.page(
+    "/route",
+    "From {a} to {b}",
+    web.Facts({"Distance": "distance", "Time": "time", "Travel by": "travel_by"}),
+    ROUTE,
+    row="SELECT a.name AS a, b.name AS b, road(a.x, a.y, b.x, b.y) / 1000.0 || ' km' AS distance, "
+    "minutes(road(a.x, a.y, b.x, b.y), :travel_by) || ' minutes' AS time "
+    "FROM places a JOIN places b ON b.name LIKE :to WHERE a.name LIKE :from",
+)

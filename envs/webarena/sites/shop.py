@@ -1,8 +1,6 @@
 """The shop: products with reviews, orders, cart, wish list. `admin.py` administers its tables."""
 
 import random
-import sqlite3
-from collections.abc import Callable
 
 from envs.webarena.sites import engine as web
 from envs.webarena.sites.map import TOWNS
@@ -120,125 +118,106 @@ PRODUCTS = web.Listing(
     | {"Reviews": "reviews"},
     "SELECT * FROM catalog",
     search="name",
-    filters=(
+    filters=[
         web.Filter("Price", "price", scale=100),
-        web.Filter("Least rating", "rating", ("1", "2", "3", "4", "5"), ">= ? + 0"),
-    ),
+        web.Filter("Least rating", "rating", "12345", ">= 0 +"),
+    ],
     sorts={"Name": "name", "Price: low to high": "price, name"}
     | {"Price: high to low": "price DESC, name", "Rating": "rating DESC, name"},
 )
-
-
-@SITE.page("")
-def home(visit: web.Visit) -> web.Page:
-    pages = visit.rows("SELECT * FROM pages")
-    return web.Page(
-        "One Stop Market",
-        web.Links("Categories", [(name, f"/categories/{web.slug(name)}") for name in CATEGORIES]),
-        web.Links("Information", [(row["title"], f"/pages/{row['slug']}") for row in pages]),
-    )
-
-
-@SITE.page("/pages/{name}")
-def content(visit: web.Visit, name: str) -> web.Page:
-    row = visit.row("SELECT * FROM pages WHERE slug = ?", name)
-    return web.Page(row["title"], web.Text(row["text"]))
-
-
-@SITE.page("/search")
-def search(visit: web.Visit) -> web.Page:
-    return web.Page("Search results", PRODUCTS)
-
-
-@SITE.page("/categories/{name}")
-def category(visit: web.Visit, name: str) -> web.Page:
-    sql = "SELECT * FROM catalog WHERE category = ?"
-    return web.Page(name.title(), PRODUCTS._replace(sql=sql, parameters=[name]))
-
-
-@SITE.page("/products/{name}")
-def product(visit: web.Visit, name: str) -> web.Page:
-    row = visit.row("SELECT * FROM catalog WHERE slug = ?", name)
-    facts = {
-        "Price": web.money(row["price"]),
-        "Rating": f"{row['rating']} of 5",
-        "Category": row["category"],
-    }
-    hidden = {"product": row["id"]}
-    return web.Page(
-        row["name"],
-        web.Text(row["description"]),
-        web.Facts(facts),
-        web.Form(
-            "/cart/add",
-            "Add to cart",
-            [web.Field("Quantity", "quantity", options="123456789")],
-            hidden,
-        ),
-        web.Form("/wishes/add", "Add to wish list", hidden=hidden),
-        web.Links("", [("Write a review", f"/products/{name}/review")]),
-        web.Listing(
-            {heading: heading.lower() for heading in ("Stars", "Title", "Author", "Created")},
-            "SELECT * FROM reviews WHERE product = ? AND status = 'approved'",
-            [row["id"]],
-            filters=[web.Filter("Stars", "stars", "12345", "= ? + 0")],
-            sorts={"Newest": "created DESC, id"},
-            title="Reviews",
-        ),
-    )
-
-
-@SITE.page("/products/{name}/review")
-def review(visit: web.Visit, name: str) -> web.Page:
-    row = visit.row("SELECT * FROM catalog WHERE slug = ?", name)
-    sql = "SELECT * FROM reviews WHERE product = ? AND author = ?"
-    if visit.rows(sql, row["id"], visit.member):
-        return web.Page(
-            f"Review of {row['name']}", web.Text("Thank you. We will check your review soon.")
-        )
-    fields = [web.Field("Stars", "stars", "", "12345"), web.Field("Title", "title")]
-    fields.append(web.Field("Text", "text", rows=3))
-    return web.Page(f"Review of {row['name']}", web.Form("", "Submit review", fields))
-
-
+SITE.page(
+    "",
+    "One Stop Market",
+    web.Links({name: f"/categories/{web.slug(name)}" for name in CATEGORIES}, "Categories"),
+    web.Links({title: f"/pages/{web.slug(title)}" for title in CONTENT}, "Information"),
+)
+SITE.page(
+    "/pages/{name}", "{title}", web.Text("{text}"), row="SELECT * FROM pages WHERE slug = :name"
+)
+SITE.page("/search", "Search results", PRODUCTS)
+SITE.page(
+    "/categories/{name}",
+    "Category {name}",
+    PRODUCTS._replace(sql="SELECT * FROM catalog WHERE category = :name"),
+)
+SITE.page(
+    "/products/{slug}",
+    "{name}",
+    web.Text("{description}"),
+    web.Facts({"Price": "price $", "Rating": "rating", "Category": "category"}),
+    web.Form("/cart/add", "Add to cart", [web.Field("Quantity", "123456789")], {"product": "{id}"}),
+    web.Form("/wishes/add", "Add to wish list", hidden={"product": "{id}"}),
+    web.Links({"Write a review": "/products/{slug}/review"}),
+    web.Listing(
+        {"Stars": "stars", "Title": "title", "Author": "author", "Date": "created"},
+        "SELECT * FROM reviews WHERE product = :id AND status = 'approved'",
+        filters=[web.Filter("Stars", "stars", "12345", "= 0 +")],
+        sorts={"Newest": "created DESC, id"},
+        title="Reviews",
+    ),
+    row="SELECT * FROM catalog WHERE slug = :slug",
+)
+SITE.page(
+    "/products/{slug}/review",
+    "Review of {name}",
+    web.Text("We check a review before we show it to others."),
+    web.Form(
+        "",
+        "Submit review",
+        [web.Field("Stars", "12345"), web.Field("Title"), web.Field("Text", rows=3)],
+    ),
+    web.Listing(
+        {"Stars": "stars", "Title": "title", "Text": "text", "Status": "status"},
+        "SELECT * FROM reviews WHERE product = :id AND author = :user",
+        title="My review",
+    ),
+    row="SELECT * FROM catalog WHERE slug = :slug",
+)
 SITE.change(
-    "/products/{name}/review",
+    "/products/{slug}/review",
     "INSERT INTO reviews SELECT NULL, id, :user, :stars, :title, :text, :today, 'pending' "
-    "FROM products WHERE slug = :name",
+    "FROM products WHERE slug = :slug",
 )
 
-
-# ----------------------------------------------------------------- cart, wish list, orders, account
-
-
-def removal(path: str) -> Callable[[sqlite3.Row], web.Form]:
-    """A column of buttons."""
-    return lambda row: web.Form(path, f"Remove {row['name']}", hidden={"product": row["id"]})
-
-
-@SITE.page("/cart")
-def cart(visit: web.Visit) -> web.Page:
-    sql = "SELECT * FROM cart JOIN products ON id = product"
-    columns: dict = {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"}
-    columns["Remove"] = removal("/cart/remove")
-    total = sum(row["quantity"] * row["price"] for row in visit.rows(sql))
-    order = web.Facts({"Total": web.money(total)}), web.Form("/orders", "Place order")
-    return web.Page("Cart", web.Listing(columns, sql), *(order if total else ()))
-
-
-@SITE.page("/wishes")
-def wishes(visit: web.Visit) -> web.Page:
-    columns: dict = {"Product": "name /products/{slug}", "Remove": removal("/wishes/remove")}
-    sql = "SELECT p.* FROM wishes JOIN products p ON id = product"
-    return web.Page("Wish list", web.Listing(columns, sql))
-
-
 # A product that is added again is replaced, so that a repeated click changes nothing.
+REMOVE = web.Form("/cart/remove", "Remove {name}", hidden={"product": "{id}"})
+SITE.page(
+    "/cart",
+    "Cart",
+    web.Listing(
+        {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"}
+        | {"Remove": REMOVE},
+        "SELECT * FROM cart JOIN products ON id = product",
+    ),
+    web.Facts({"Total": "total $"}),
+    web.Form("/orders", "Place order"),
+    row="SELECT ifnull(sum(quantity * price), 0) AS total FROM cart JOIN products ON id = product",
+)
 SITE.change("/cart/add", "REPLACE INTO cart VALUES (:product, :quantity)", then="/cart")
 SITE.change("/cart/remove", "DELETE FROM cart WHERE product = :product", then="/cart")
+SITE.page(
+    "/wishes",
+    "Wish list",
+    web.Listing(
+        {"Product": "name /products/{slug}", "Remove": REMOVE._replace(action="/wishes/remove")},
+        "SELECT p.* FROM wishes JOIN products p ON id = product",
+    ),
+)
 SITE.change("/wishes/add", "REPLACE INTO wishes VALUES (:product)", then="/wishes")
 SITE.change("/wishes/remove", "DELETE FROM wishes WHERE product = :product", then="/wishes")
-SITE.change(
+SITE.page(
+    "/orders",
+    "My orders",
+    web.Listing(
+        {"Order": "id /orders/{id}", "Date": "placed", "Status": "status", "Total": "total $"}
+        | {"Products": "products"},
+        "SELECT * FROM all_orders WHERE customer = :user",
+        search="id || ' ' || products",
+        filters=[web.Filter("Date", "placed"), web.Filter("Status", "status", ORDER_STATUS)],
+        sorts={"Newest": "id DESC", "Oldest": "id"},
+    ),
+)
+SITE.change(  # an empty cart makes no order
     "/orders",
     "INSERT INTO items SELECT (SELECT max(id) + 1 FROM orders), product, quantity, price FROM cart "
     "JOIN products ON id = product",
@@ -246,76 +225,35 @@ SITE.change(
     "INSERT INTO orders SELECT NULL, name, :today, town, 'pending' FROM customers "
     "WHERE name = :user AND (SELECT max(order_id) FROM items) > (SELECT max(id) FROM orders)",
 )
-
-
-@SITE.page("/orders")
-def orders(visit: web.Visit) -> web.Page:
-    listing = web.Listing(
-        {"Order": "id /orders/{id}", "Date": "placed", "Status": "status", "Total": "total $"}
-        | {"Products": "products"},
-        "SELECT * FROM all_orders WHERE customer = ?",
-        [visit.member],
-        search="id || ' ' || products",
-        filters=[web.Filter("Date", "placed"), web.Filter("Status", "status", ORDER_STATUS)],
-        sorts={"Newest": "id DESC", "Oldest": "id"},
-    )
-    return web.Page("My orders", listing)
-
-
-@SITE.page("/orders/{number}")
-def order(visit: web.Visit, number: str) -> web.Page:
-    sql = "SELECT * FROM all_orders WHERE id = ? AND customer = ?"
-    row = visit.row(sql, number, visit.member)
-    cancel = (
-        [web.Form(f"/orders/{number}/cancel", "Cancel order")] if row["status"] == "pending" else []
-    )
-    return web.Page(
-        f"Order {number}",
-        web.Facts({"Date": row["placed"], "Status": row["status"], "Ship to": row["town"]}),
-        web.Facts({"Total": web.money(row["total"])}),
-        *cancel,
-        web.Listing(
-            {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"},
-            "SELECT name, slug, quantity, i.price FROM items i JOIN products p ON p.id = product "
-            "WHERE order_id = ?",
-            [number],
-        ),
-    )
-
-
-SITE.change(
-    "/orders/{number}/cancel",
-    "UPDATE orders SET status = 'canceled' WHERE id = :number AND customer = :user "
-    "AND status = 'pending'",
-    then="/orders/{number}",
+SITE.page(
+    "/orders/{id}",
+    "Order {id}",
+    web.Facts({"Date": "placed", "Status": "status", "Ship to": "town", "Total": "total $"}),
+    web.Listing(
+        {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"},
+        "SELECT name, slug, quantity, i.price FROM items i JOIN products p ON p.id = product "
+        "WHERE order_id = :id",
+    ),
+    row="SELECT * FROM all_orders WHERE id = :id AND customer = :user",
 )
-
-
-@SITE.page("/account")
-def account(visit: web.Visit) -> web.Page:
-    row = visit.row("SELECT * FROM customers WHERE name = ?", visit.member)
-    facts = {name: row[name.lower()] for name in ("Name", "Email", "Phone", "Street", "Town")}
-    change = web.Links("", [("Edit account", "/account/edit")])
-    return web.Page("Account", web.Facts(facts), change)
-
-
-@SITE.page("/account/edit")
-def edit_account(visit: web.Visit) -> web.Page:
-    fields = [web.Field(name, name.lower()) for name in ("Phone", "Street", "Town")]
-    return web.Page("Edit account", web.Form("/account", "Save", fields))
-
-
+SITE.page(
+    "/account",
+    "Account",
+    web.Facts({name: name.lower() for name in ("Name", "Email", "Phone", "Street", "Town")}),
+    web.Form(
+        "/account", "Save", [web.Field("New phone"), web.Field("New street"), web.Field("New town")]
+    ),
+    row="SELECT * FROM customers WHERE name = :user",
+)
 SITE.change(
     "/account",
-    "UPDATE customers SET phone = :phone, street = :street, town = :town WHERE name = :user",
+    "UPDATE customers SET phone = :new_phone, street = :new_street, town = :new_town "
+    "WHERE name = :user",
 )
-
-
-@SITE.page("/contact")
-def contact(visit: web.Visit) -> web.Page:
-    fields = [web.Field("Subject", "subject"), web.Field("Message", "message", rows=3)]
-    messages = web.Listing({"Subject": "subject", "Message": "text"}, "SELECT * FROM messages")
-    return web.Page("Contact us", web.Form("/contact", "Send message", fields), messages)
-
-
+SITE.page(
+    "/contact",
+    "Contact us",
+    web.Form("/contact", "Send message", [web.Field("Subject"), web.Field("Message", rows=3)]),
+    web.Listing({"Subject": "subject", "Message": "text"}, "SELECT * FROM messages"),
+)
 SITE.change("/contact", "INSERT INTO messages VALUES (:subject, :message)")
