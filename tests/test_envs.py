@@ -92,7 +92,8 @@ def test_every_environment_has_the_required_members_and_parses_what_it_says():
     for env in envs.ENVS:
         env_class = get_env(env)
         assert [name for name in REQUIRED if not hasattr(env_class, name)] == []
-        action = {"searchqa": "<search> red ball </search>"}.get(env, "go to red ball 1")
+        actions = {"searchqa": "<search> red ball </search>", "webarena": "click [1]"}
+        action = actions.get(env, "go to red ball 1")
         assert env_class.parse(env_class.say("It may help.", action)) == action
 
 
@@ -118,7 +119,7 @@ def test_an_environment_outside_the_repository_is_listed_served_and_played(coin_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("minecraft", "unknown environment 'minecraft'; choose one of: babyai, .*textcraft; or"),
+        ("minecraft", "unknown environment 'minecraft'; choose one of: babyai, .*textcraft, webarena; or"),
         ("nowhere.coin:Coin", "No module named 'nowhere'.*; is its folder on PYTHONPATH"),
         ("far.coin:Penny", "far.coin has no class Penny"),
         ("pathlib:Path", "the class lacks PROMPT, WIRE, .*oracle"),

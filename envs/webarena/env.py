@@ -56,9 +56,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
+import envs.webarena.tasks as tasks
 from envs import OracleLost, ParseError, TaskIndexError, Wire
 from envs.common import Stage, require_task, version_of, without_thought
-from envs.webarena import tasks
 from envs.webarena.actions import BLOCK, Action, action_text, parse, read, say
 from envs.webarena.browser import Addresses, Browser, CannotAct, Session, find_browser
 from envs.webarena.evaluators import evaluate, has_judge, needs_judge
