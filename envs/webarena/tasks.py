@@ -98,11 +98,11 @@ def official_tasks() -> list[dict[str, Any]]:
             f"WebArena's official tasks need the addresses of its sites; set {', '.join(missing)}. "
             f"Our own tasks begin at {NUM_OFFICIAL}"
         )
-    return _read_wheel()
+    return read_wheel()
 
 
 @cache
-def _read_wheel() -> list[dict[str, Any]]:
+def read_wheel() -> list[dict[str, Any]]:
     try:
         path = distribution("libwebarena").locate_file("webarena/test.raw.json")
         return json.loads(Path(str(path)).read_text(encoding="utf-8"))

@@ -64,7 +64,7 @@ def make_instances() -> list[Instance]:
     """All tasks, in the order of their numbers."""
     database = open_all()
     instances: list[Instance] = []
-    for name, template in tomllib.loads(FILE.read_text(encoding="utf-8")).items():
+    for name, template in read_templates().items():
         rows = [dict(row) for row in database.execute(template["sql"])]
         random.Random(name).shuffle(rows)
         by_intent = {template["intent"].format(**row): row for row in rows}
@@ -74,6 +74,10 @@ def make_instances() -> list[Instance]:
             instances.append(Instance(name, *parts, filled.evaluation(), tuple(filled.plan())))
     database.close()
     return instances
+
+
+def read_templates() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 def open_all() -> sqlite3.Connection:

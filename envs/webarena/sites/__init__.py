@@ -182,6 +182,6 @@ class Sites:
                 response: Response = PlainTextResponse("This site does not exist.", 404)
             else:
                 site, user = HOSTS[match["site"]], request.cookies.get("user", "")
-                url, method = request.url, request.method
-                response = respond(site, session, method, url.path, url.query, form, user)
+                path, query = scope["path"], request.url.query
+                response = respond(site, session, request.method, path, query, form, user)
         await response(scope, receive, send)

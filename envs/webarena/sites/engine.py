@@ -342,10 +342,11 @@ def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
 
 def to_unit(entry: str, scale: int) -> str | int:
     """A number that the user entered, times `scale`; "" stays as it is."""
-    try:
-        return round(float(entry) * scale) if entry else ""
-    except (ValueError, OverflowError) as error:
-        raise Refusal(f"{entry!r:.40} is not a number.") from error
+    if not entry:
+        return ""
+    if not re.fullmatch(r"-?[0-9]{1,9}(\.[0-9]{1,9})?", entry):
+        raise Refusal(f"{entry!r:.40} is not a number.")
+    return round(float(entry) * scale)
 
 
 # ----------------------------------------------------------------------------------------- answers

