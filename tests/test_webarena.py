@@ -4,6 +4,8 @@ Without Chromium these tests are skipped; with CI=true they fail instead.
 """
 
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from starlette.testclient import TestClient
@@ -158,6 +160,48 @@ def test_official_tasks_are_refused_until_what_they_need_is_there(env, monkeypat
     with pytest.raises(TaskIndexError, match="gitlab_state.json, which WebArena's auto_login.py"):
         env.reset(0)
     assert with_public_urls(task)["start_url"] == "http://gitlab.com"
+
+
+class Stub(BaseHTTPRequestHandler):
+    """A page of an official site, which prints its own address."""
+
+    def do_GET(self):
+        own = f"http://{self.headers['Host']}"
+        body = f"<title>{own}</title><p>Clone {own}/x.git</p><a href={own}/next>next</a>".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_official_sites_are_shown_under_their_public_names(env, monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in PUBLIC:
+        path = "/admin" if name == "SHOPPING_ADMIN" else ""
+        host = f"{name.lower().replace('_', '-')}.localhost:{server.server_port}"
+        monkeypatch.setenv(name, f"http://{host}{path}")
+    evaluation = {"eval_types": ["url_match"], "reference_url": "__SHOPPING_ADMIN__/orders?page=2"}
+    task = {"intent": "?", "start_url": "__GITLAB__/a |AND| __REDDIT__", "eval": evaluation}
+    monkeypatch.setattr(tasks, "task", lambda index: task)
+    WebArena.close_shared()  # the browser knows only the hosts that were configured at its start
+    try:
+        observation = env.reset(0)
+        assert "Tab 0 (current): http://gitlab.com | Tab 1: http://reddit.com\n\n" in observation
+        assert "StaticText 'Clone http://gitlab.com/x.git'" in observation
+        assert "URL: http://gitlab.com/next\n" in env.step("click [1]")[0]
+        assert "URL: http://luma.com/x\n" in env.step("goto [http://luma.com/x]")[0]
+        observation, *_ = env.step("goto [http://luma.com/admin/orders?page=2]")
+        assert "localhost" not in observation
+        assert env.step("stop []")[1] == 1
+    finally:
+        env.close()
+        WebArena.close_shared()
+        server.shutdown()
+        server.server_close()
 
 
 # ---- the oracle's rules

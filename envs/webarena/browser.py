@@ -48,13 +48,13 @@ QUIET_MS = 150  # without a change of the document and without a request
 MAX_QUIET_S = 2.0  # for pages that never become quiet
 MAX_TABS = 10
 WINDOW_S = 3.0  # until a new window has the answer to its first request
-MAX_DIALOGS = MAX_WINDOWS = 10  # in one action
+MAX_POPUPS = 10  # dialogs and windows of a page in one action
 MAX_ELEMENTS, MAX_CHARACTERS = 15_000, 1_000_000  # of a page that is shown
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     *("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-extensions"),
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--disable-smooth-scrolling",  # a key such as PageDown takes effect at once
 )
 # Resolves when the document has stopped changing; at once if it has no scripts.
 _UNTIL_QUIET = """new Promise(done => {
@@ -264,12 +264,11 @@ class Tab:
     def __init__(self, page: Any) -> None:
         self.page = page
         self.requests: set[str] = set()  # ids of the open ones of the current action
-        self.num_dialogs = 0  # in the current action
+        self.num_popups = 0  # dialogs, and windows that the page tried to open, in this action
+        self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
         self.hangs = False
         self.problem = "did not respond"
         self.title = ""
-        self.num_windows = 0  # that the page has tried to open in the current action
-        self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
         self._loading: set[str] = set()  # ids of frames
         self._loaded = asyncio.Event()
         self._loaded.set()
@@ -308,14 +307,13 @@ class Tab:
 
     def _count_window(self, event: dict) -> None:
         """Chromium allows a page one new window for each click; a loop gets no more."""
-        self.num_windows += 1
         self.awaited_windows += event["userGesture"]
-        if self.num_windows > MAX_WINDOWS:
-            self.close_soon()
+        self.count_popup()
 
-    def close_soon(self) -> None:
-        """Close the page, which is in a loop, also if its code still runs."""
-        if not self.hangs:
+    def count_popup(self) -> None:
+        """Close the page if it is in a loop, also while its code still runs."""
+        self.num_popups += 1
+        if self.num_popups > MAX_POPUPS and not self.hangs:
             self.hangs = True
             self.problem = "opened dialogs or windows in a loop"
             _background(self.page.close())
@@ -417,6 +415,8 @@ class Session:
             await self._new_tab()
             await self._goto(url)
             await self._settle()
+        self._current = self._tabs[0]
+        await self.tab.page.bring_to_front()
 
     async def close(self) -> None:
         if hasattr(self, "_context"):
@@ -436,7 +436,7 @@ class Session:
             await route.abort("aborted")  # the tab stays where it is
 
     def _add_tab(self, page: Any) -> None:
-        if len(self._tabs) >= MAX_TABS:
+        if len(self._tabs) >= MAX_TABS and self._current is not None:
             self._note(f"A new tab was closed, because {MAX_TABS} are open.")
             _background(page.close())
             return
@@ -454,13 +454,11 @@ class Session:
             self._tabs.remove(tab)
 
     async def _dismiss(self, tab: Tab, dialog: Any) -> None:
-        tab.num_dialogs += 1
+        tab.count_popup()
         if dialog.type != "beforeunload":
             self._note(f"A dialog said {dialog.message[:200]!r} and was dismissed.")
         with contextlib.suppress(Exception):  # the page was closed
-            if tab.num_dialogs > MAX_DIALOGS:
-                tab.close_soon()
-            elif dialog.type == "beforeunload":  # dismissed, it would keep the page
+            if dialog.type == "beforeunload":  # dismissed, it would keep the page
                 await dialog.accept()
             else:
                 await dialog.dismiss()
@@ -483,8 +481,8 @@ class Session:
         self._notes.clear()
         for tab in self._tabs:
             tab.requests.clear()
-            tab.num_dialogs = tab.num_windows = tab.awaited_windows = 0
-        tab = self.tab
+            tab.num_popups = tab.awaited_windows = 0
+        tab, old_tabs = self.tab, set(self._tabs)
         try:
             await asyncio.wait_for(self._play(action, node), max(ACT_S, LOAD_S + 1))
         except TimeoutError:
@@ -495,10 +493,10 @@ class Session:
             if not tab.is_gone:
                 problem = f"The browser reports: {_first_line(error)}."
         await self._settle()
-        return await self.look(), self.addresses.to_public(problem), self._take_notes()
-
-    def _take_notes(self) -> str:
-        return self.addresses.to_public(" ".join(self._notes))
+        for tab in set(self._tabs) - old_tabs - {self.tab}:
+            await tab.settle()
+        page, public = await self.look(), self.addresses.to_public
+        return page, public(problem), public(" ".join(self._notes))
 
     async def _settle(self) -> None:
         tab = self.tab
@@ -670,12 +668,13 @@ class Session:
     async def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
         """For the evaluators: the HTML of the page at `url` ("last": the current one), or the value
         of the JavaScript expression `locator` there; "" if that fails."""
-        own = None if url == "last" else await self._context.new_page()
-        page = own or self.tab.page
+        last = self.tab
         try:
-            if own is not None:
-                await page.goto(url)
-                await next(tab for tab in self._tabs if tab.page is own).settle()
+            if url != "last":
+                await self._new_tab()
+                await self._goto(url)
+                await self._settle()
+            page = self.tab.page
             with contextlib.suppress(Exception):
                 for script in preparations:
                     await page.evaluate(f"() => {script}")
@@ -684,8 +683,9 @@ class Session:
         except Exception:
             return ""
         finally:
-            if own is not None:
-                await own.close()
+            if self._current not in (last, None):
+                await self.tab.page.close()
+            self._current = last
 
     async def screenshot(self) -> str:
         """The viewport in half size as a data URL; "" if the page does not answer."""
