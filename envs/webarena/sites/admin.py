@@ -153,7 +153,7 @@ for name, table in TABLES.items():
             web.Form(
                 f"/{name}/{{id}}/{edit.column}",
                 f"Set {edit.column}",
-                [web.Field(f"New {edit.column}", edit.options)],
+                {f"New {edit.column}": edit.options},
             )
             for edit in table.edits
         ),
