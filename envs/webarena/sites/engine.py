@@ -307,7 +307,7 @@ def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
     """What the template shows of a listing: controls, rows of the current page, links to others."""
     controls: list[Field] = []
     tests: list[str] = []  # SQL conditions
-    values = dict(visit.values)
+    values = Values(visit.values)
 
     def entry(label: str, options: Sequence[tuple[str, str]] = ()) -> str:
         control = Field(label, options)
@@ -316,7 +316,7 @@ def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
         return value
 
     def restrict(test: str, limit: Any) -> None:
-        if limit:
+        if limit != "":
             values[f"limit{len(tests)}"] = limit
             tests.append(f"{test} :limit{len(tests)}")
 

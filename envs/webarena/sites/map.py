@@ -4,7 +4,7 @@ import random
 from itertools import product
 from math import isqrt
 
-from envs.webarena.sites import engine as web
+import envs.webarena.sites.engine as web
 
 # Positions are in meters. Roads are a quarter longer than the straight line.
 SCHEMA = """

@@ -3,7 +3,7 @@
 import random
 from itertools import product
 
-from envs.webarena.sites import engine as web
+import envs.webarena.sites.engine as web
 from envs.webarena.sites.map import TOWNS
 
 SCHEMA = """
