@@ -7,7 +7,7 @@ a list and a page per row, with a small form for each value that can be changed.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from envs.webarena.sites import engine as web
+import envs.webarena.sites.engine as web
 from envs.webarena.sites.map import TOWNS
 from envs.webarena.sites.shop import CATEGORIES, ORDER_STATUS, REVIEW_STATUS
 from envs.webarena.sites.shop import SITE as SHOP
@@ -153,7 +153,7 @@ for name, table in TABLES.items():
             web.Form(
                 f"/{name}/{{id}}/{edit.column}",
                 f"Set {edit.column}",
-                [web.Field(f"New {edit.column}", edit.options)],
+                {f"New {edit.column}": edit.options},
             )
             for edit in table.edits
         ),

@@ -8,8 +8,8 @@ and the address to show next. The schema's constraints check what users enter.
     SITE.page(
         "/products/{slug}", "{name}",
         Facts({"Price": "price $", "Category": "category /categories/{category}"}),
-        Form("/cart/add", "Add to cart", [Field("Quantity")], hidden={"product": "{id}"}),
-        row="SELECT * FROM products WHERE slug = :slug",
+        Form("/cart/add", "Add to cart", {"Quantity": ()}, {"product": "{id}"}),
+        row="SELECT * FROM products WHERE slug = :slug"
     )
     SITE.change("/cart/add", "REPLACE INTO cart VALUES (:product, :quantity)", then="/cart")
 
@@ -25,7 +25,7 @@ Read next: envs/webarena/sites/shop.py.
 import random
 import re
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from pathlib import Path
@@ -39,20 +39,23 @@ TODAY = "2026-06-15"
 ROWS_PER_PAGE = 12
 
 
+Rows = Iterator[tuple[str, tuple]]  # table, values; the value None becomes the row's number
+
+
 class Data(NamedTuple):
     """The tables of a site. Sites can share one Data."""
 
     name: str
     schema: str
-    make_rows: Callable[[random.Random], Mapping[str, Sequence[tuple]]]
+    make_rows: Callable[[random.Random], Rows]
 
     def build(self, path: Path) -> None:
         """Write the database file; the rows are the same on every machine."""
         database = sqlite3.connect(path)
         database.executescript(self.schema)
-        for table, rows in self.make_rows(random.Random(self.name)).items():
-            marks = ", ".join("?" * len(rows[0]))
-            database.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+        for table, values in self.make_rows(random.Random(self.name)):
+            marks = ", ".join("?" * len(values))
+            database.execute(f"INSERT INTO {table} VALUES ({marks})", values)
         database.commit()
         database.close()
 
@@ -66,9 +69,16 @@ class Database(Protocol):
     def write(self, data: str, statements: Sequence[str], parameters: Any) -> int: ...
 
 
-def day_before(random: random.Random, last: str, num_days: int) -> str:
-    """One of the `num_days` days that end with `last`."""
-    return str(date.fromisoformat(last) - timedelta(random.randrange(num_days)))
+def recent_day(random: random.Random, num_days: int) -> str:
+    """One of the last `num_days` days."""
+    return str(date.fromisoformat(TODAY) - timedelta(random.randrange(num_days)))
+
+
+def invent_people(random: random.Random, number: int) -> list[str]:
+    """Different names of people."""
+    first = "Ada Ben Clara David Elena Felix Grace Hugo Iris Jonas Kira Leo Mona Nils Olga Paul"
+    last = "Abbott Brandt Castell Dorsey Egan Fischer Gomez Hale Ivanov Jansen Keller Lindt Moss"
+    return random.sample([f"{a} {b}" for a in first.split() for b in last.split()], number)
 
 
 def money(cents: int) -> str:
@@ -107,12 +117,10 @@ class Facts(NamedTuple):
 
 
 class Field(NamedTuple):
-    """An input: a selection if it has `options`, which are texts or pairs of value and text; a text
-    area if it has several rows."""
+    """An input; with `options`, which are pairs of value and text, a selection."""
 
     label: str
-    options: Sequence[str | tuple[str, str]] = ()
-    rows: int = 1
+    options: Sequence[tuple[str, str]] = ()
     value: str = ""
 
     @property
@@ -124,7 +132,7 @@ class Field(NamedTuple):
 class Form(NamedTuple):
     action: str  # "": the page's own address
     button: str
-    fields: Sequence[Field] = ()
+    fields: Mapping[str, Sequence[str]] = {}  # label -> options, if it is a selection
     hidden: Mapping[str, str] = {}
     method: str = "post"
 
@@ -169,6 +177,11 @@ def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         return pattern.format_map(values) if isinstance(pattern, str) else pattern
 
     shown = {name: fill(value) for name, value in part._asdict().items()}
+    if isinstance(part, Form):
+        shown["fields"] = [
+            Field(label, [(option, option) for option in options])
+            for label, options in part.fields.items()
+        ]
     if isinstance(part, Facts):
         shown["facts"] = {name: cell(values, spec) for name, spec in part.facts.items()}
     for name in ("hidden", "links"):
@@ -271,7 +284,7 @@ class Site:
         if path == f"{self.root}/login" and method == "GET":
             return "Sign in", [as_dict(SIGN_IN, {})]
         if path == f"{self.root}/login":
-            if tuple(visit.values[field.name] for field in SIGN_IN.fields) != self.account:
+            if (visit.values["user_name"], visit.values["password"]) != self.account:
                 raise Refusal("The user name or the password is wrong.")
             visit.values["user"] = self.account[0]
             return visit.query.get("next", f"{self.root}/")
@@ -284,7 +297,7 @@ class Site:
         raise NotFound("There is no such page.")
 
 
-SIGN_IN = Form("", "Sign in", [Field("User name"), Field("Password")])
+SIGN_IN = Form("", "Sign in", {"User name": (), "Password": ()})
 
 
 # ---------------------------------------------------------------------------------------- listings
@@ -294,16 +307,16 @@ def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
     """What the template shows of a listing: controls, rows of the current page, links to others."""
     controls: list[Field] = []
     tests: list[str] = []  # SQL conditions
-    values = dict(visit.values)
+    values = Values(visit.values)
 
-    def entry(label: str, options: Sequence[str | tuple[str, str]] = ()) -> str:
+    def entry(label: str, options: Sequence[tuple[str, str]] = ()) -> str:
         control = Field(label, options)
         value = visit.query.get(control.name, "")
         controls.append(control._replace(value=value))
         return value
 
     def restrict(test: str, limit: Any) -> None:
-        if limit:
+        if limit != "":
             values[f"limit{len(tests)}"] = limit
             tests.append(f"{test} :limit{len(tests)}")
 

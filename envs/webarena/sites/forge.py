@@ -1,9 +1,9 @@
 """The forge: projects with issues, merge requests, commits and members."""
 
 import random
+from itertools import product
 
-from envs.webarena.sites import engine as web
-from envs.webarena.sites.shop import FIRST_NAMES, LAST_NAMES
+import envs.webarena.sites.engine as web
 
 SCHEMA = """
 CREATE TABLE users (name TEXT PRIMARY KEY, full_name TEXT UNIQUE) STRICT;
@@ -40,62 +40,37 @@ VERBS = "Fix,Improve,Rewrite,Document,Simplify,Test".split(",")
 LABELS = ("bug", "feature", "documentation", "performance", "question")
 MILESTONES = ("v1.0", "v1.1", "v2.0")
 ROLES = ("guest", "reporter", "developer", "maintainer")
-MERGE_STATES = ("open", "merged", "closed")
+STATES = ("open", "closed", "merged")  # an issue is not merged
 VISIBILITIES = ("private", "internal", "public")
 USER = "ada.quill"
 
 
-def make_rows(random: random.Random) -> dict[str, list[tuple]]:
-    names = [
-        f"{first} {last}" for first in FIRST_NAMES.split(",") for last in LAST_NAMES.split(",")
-    ]
-    names = ["Ada Quill", *random.sample(names, 60)]
+def make_rows(random: random.Random) -> web.Rows:
+    names = ["Ada Quill", *web.invent_people(random, 60)]
     users = [name.lower().replace(" ", ".") for name in names]
-    paths = [f"{a}-{noun}" for a in ADJECTIVES for noun in NOUNS]
-    tables: dict[str, list[tuple]] = {"users": list(zip(users, names))}
-    for table in ("projects", "issues", "merge_requests", "commits", "members"):
-        tables[table] = []
-    for n, name in enumerate(random.sample(paths, 50)):
+    yield from (("users", pair) for pair in zip(users, names))
+    for number, words in enumerate(random.sample([*product(ADJECTIVES, NOUNS)], 50)):
         team = random.sample(users[1:], 5)
-        owner = USER if n % 6 == 0 else team[0]
-        path, text = f"{owner}/{name}", f"The {name.replace('-', ' ')} project."
-        public = random.choice(VISIBILITIES[1:])
-        tables["projects"].append((path, owner, text, random.randrange(900), name, public))
-        roles = {owner: "maintainer"} | {user: random.choice(ROLES) for user in team[1:]}
-        tables["members"] += [(path, user, role) for user, role in roles.items()]
-        for kind, words, most in (("issues", PROBLEMS, 30), ("merge_requests", VERBS, 20)):
-            form = "{0}" if kind == "issues" else "{0} the {1}"
-            titles = [form.format(word, part).format(part) for word in words for part in PARTS]
-            for number, title in enumerate(random.sample(titles, random.randrange(8, most)), 1):
-                people, made = (
-                    random.sample(sorted(roles), 2),
-                    web.day_before(random, web.TODAY, 300),
-                )
-                if kind == "merge_requests":
-                    state = random.choice(MERGE_STATES)
-                    tables[kind].append((path, number, title, *people, state, made))
-                    continue
-                about = (
-                    random.choice(LABELS),
-                    random.choice(MILESTONES),
-                    random.choice(("open", "closed")),
-                )
-                row = (
-                    len(tables[kind]) + 1,
-                    path,
-                    number,
-                    title,
-                    f"{title}.",
-                    *people,
-                    *about,
-                    made,
-                )
-                tables[kind].append(row)
+        team[0] = USER if number % 6 == 0 else team[0]
+        name, path = "-".join(words), f"{team[0]}/{'-'.join(words)}"
+        about = f"The {' '.join(words)} project.", random.randrange(900), name
+        yield "projects", (path, team[0], *about, random.choice(VISIBILITIES[1:]))
+        for user in team:
+            yield "members", (path, user, random.choice(ROLES) if user != team[0] else ROLES[-1])
+        topics = random.sample([*product(PROBLEMS, PARTS)], random.randrange(8, 30))
+        for index, (problem, part) in enumerate(topics, 1):
+            title, people = problem.format(part), random.sample(team, 2)
+            labels = random.choice(LABELS), random.choice(MILESTONES), random.choice(STATES[:2])
+            issue = path, index, title, f"{title}.", *people, *labels
+            yield "issues", (None, *issue, web.recent_day(random, 300))
+        topics = random.sample([*product(VERBS, PARTS)], random.randrange(8, 20))
+        for index, (verb, part) in enumerate(topics, 1):
+            request = path, index, f"{verb} the {part}", *random.sample(team, 2)
+            yield "merge_requests", (*request, random.choice(STATES), web.recent_day(random, 300))
         for _ in range(random.randrange(20, 80)):
             message = f"{random.choice(VERBS)} the {random.choice(PARTS)}"
-            commit = f"{random.getrandbits(40):010x}", path, random.choice(sorted(roles)), message
-            tables["commits"].append((*commit, web.day_before(random, web.TODAY, 400)))
-    return tables
+            commit = f"{random.getrandbits(40):010x}", path, random.choice(team), message
+            yield "commits", (*commit, web.recent_day(random, 400))
 
 
 SITE = web.Site(
@@ -119,7 +94,7 @@ ISSUES = web.Listing(
     "SELECT * FROM issues WHERE project = :owner || '/' || :name",
     search="title",
     filters=[
-        web.Filter("State", "state", ("open", "closed")),
+        web.Filter("State", "state", STATES[:2]),
         web.Filter("Label", "label", LABELS),
         web.Filter("Milestone", "milestone", MILESTONES),
     ],
@@ -130,7 +105,7 @@ MERGE_REQUESTS = web.Listing(
     | {"State": "state", "Created": "created"},
     "SELECT * FROM merge_requests WHERE project = :owner || '/' || :name",
     search="title",
-    filters=[web.Filter("State", "state", MERGE_STATES)],
+    filters=[web.Filter("State", "state", STATES)],
     sorts={"Newest": "created DESC, number DESC"},
 )
 SITE.page("", "Projects", PROJECTS)
@@ -148,11 +123,7 @@ SITE.page(
 SITE.page(
     "/projects/new",
     "New project",
-    web.Form(
-        "",
-        "Create project",
-        [web.Field("Name"), web.Field("Description"), web.Field("Visibility", VISIBILITIES)],
-    ),
+    web.Form("", "Create project", {"Name": (), "Description": (), "Visibility": VISIBILITIES}),
 )
 SITE.change(
     "/projects/new",
@@ -197,7 +168,7 @@ SITE.page(
 SITE.page(
     f"{HERE}/members",
     "Members of {owner}/{name}",
-    web.Form("", "Add member", [web.Field("User name"), web.Field("Role", ROLES)]),
+    web.Form("", "Add member", {"User name": (), "Role": ROLES}),
     web.Listing(
         {"Member": "user", "Role": "role"}, f"SELECT * FROM members WHERE project = {PATH}"
     ),
@@ -209,9 +180,7 @@ SITE.change(
 SITE.page(
     f"{HERE}/issues/new",
     "New issue in {owner}/{name}",
-    web.Form(
-        "", "Create issue", [web.Field("Title"), web.Field("Assignee"), web.Field("Label", LABELS)]
-    ),
+    web.Form("", "Create issue", {"Title": (), "Assignee": (), "Label": LABELS}),
 )
 SITE.change(
     f"{HERE}/issues/new",

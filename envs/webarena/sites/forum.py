@@ -1,8 +1,9 @@
 """The forum: boards, posts, comments, votes, subscriptions."""
 
 import random
+from itertools import product
 
-from envs.webarena.sites import engine as web
+import envs.webarena.sites.engine as web
 
 SCHEMA = """
 CREATE TABLE users (name TEXT PRIMARY KEY, joined TEXT, bio TEXT) STRICT;
@@ -49,37 +50,24 @@ SYLLABLES = "ba,do,fi,ka,lo,mi,nu,pe,ra,so,ti,vo,wen,zar".split(",")
 USER = "marvin"
 
 
-def make_rows(random: random.Random) -> dict[str, list[tuple]]:
-    pairs = [a + b + c for a in SYLLABLES for b in SYLLABLES for c in ("x", "lin", "rd", "sky")]
-    users = [USER, *random.sample(pairs, 200)]
-    posts: list[tuple] = []
-    comments: list[tuple] = []
-    seen = set()
-    for board, things in BOARDS.items():
-        titles = [
-            title.format(f"{quality} {thing}")
-            for title in TITLES
-            for quality in QUALITIES
-            for thing in things.split(",")
-        ]
-        for title in random.sample(titles, 60):
-            number, author = len(posts) + 1, random.choice(users[:40])
-            created, points = web.day_before(random, web.TODAY, 300), random.randrange(-5, 400)
+def make_rows(random: random.Random) -> web.Rows:
+    names = ["".join(parts) for parts in product(SYLLABLES, SYLLABLES, ("x", "lin", "rd", "sky"))]
+    users = [USER, *random.sample(names, 200)]
+    for user in users:
+        yield "users", (user, web.recent_day(random, 2000), "I am new here.")
+    for number, (board, things) in enumerate(BOARDS.items()):
+        yield "boards", (board, f"All about {board}.")
+        topics = [*product(TITLES, QUALITIES, things.split(","))]
+        for post, (title, *topic) in enumerate(random.sample(topics, 60), 60 * number + 1):
+            title, date = title.format(" ".join(topic)), web.recent_day(random, 300)
             text = f"{title} Tell me what you think."
-            posts.append((number, board, author, title, text, created, points))
-            for _ in range(random.randrange(7)):
-                remark = (number, random.choice(users[1:]), random.choice(COMMENTS))
-                if remark not in seen:
-                    seen.add(remark)
-                    date = web.day_before(random, web.TODAY, 20)
-                    comments.append((len(comments) + 1, *remark, max(date, created)))
-    return {
-        "users": [(n, web.day_before(random, "2024-12-31", 2000), "I am new here.") for n in users],
-        "boards": [(name, f"All about {name}.") for name in BOARDS],
-        "posts": posts,
-        "comments": comments,
-        "subscriptions": [(board, USER) for board in random.sample(sorted(BOARDS), 3)],
-    }
+            row = board, random.choice(users[:40]), title, text, date, random.randrange(-5, 400)
+            yield "posts", (post, *row)
+            for remark in random.sample(COMMENTS, random.randrange(7)):
+                when = max(date, web.recent_day(random, 20))
+                yield "comments", (None, post, random.choice(users[1:]), remark, when)
+    for board in random.sample(sorted(BOARDS), 3):
+        yield "subscriptions", (board, USER)
 
 
 SITE = web.Site(
@@ -138,7 +126,7 @@ SITE.change(
 SITE.page(
     "/boards/{board}/submit",
     "New post in {board}",
-    web.Form("", "Submit post", [web.Field("Title"), web.Field("Text", rows=4)]),
+    web.Form("", "Submit post", {"Title": (), "Text": ()}),
 )
 SITE.change(
     "/boards/{board}/submit",
@@ -155,7 +143,7 @@ SITE.page(
     ),
     web.Form("/posts/{id}/vote", "Upvote", hidden={"value": "1"}),
     web.Form("/posts/{id}/vote", "Downvote", hidden={"value": "-1"}),
-    web.Form("/posts/{id}", "Add comment", [web.Field("Comment")]),
+    web.Form("/posts/{id}", "Add comment", {"Comment": ()}),
     web.Listing(
         {"Author": "author /users/{author}", "Comment": "text", "Date": "created"},
         "SELECT * FROM comments WHERE post = :id",
@@ -173,7 +161,7 @@ SITE.page(
     "/users/{name}",
     "{name}",
     web.Facts({"Joined": "joined", "Bio": "bio"}),
-    web.Form(f"/users/{USER}", "Save my bio", [web.Field("New bio")]),
+    web.Form(f"/users/{USER}", "Save my bio", {"New bio": ()}),
     POSTS._replace(sql="SELECT * FROM all_posts WHERE author = :name"),
     row="SELECT * FROM users WHERE name = :name",
 )

@@ -1,11 +1,12 @@
 """The map: places of an invented region, what is near to them, and routes between them."""
 
 import random
+from itertools import product
 from math import isqrt
 
-from envs.webarena.sites import engine as web
+import envs.webarena.sites.engine as web
 
-# Positions are in metres. Roads are a quarter longer than the straight line.
+# Positions are in meters. Roads are a quarter longer than the straight line.
 SCHEMA = """
 CREATE TABLE places (id INTEGER PRIMARY KEY, slug TEXT UNIQUE, name TEXT UNIQUE, category TEXT,
     street TEXT, town TEXT, phone TEXT, hours TEXT, x INTEGER, y INTEGER) STRICT;
@@ -18,33 +19,29 @@ CATEGORIES = (
 ).split(",")
 NAMES = (
     "Acorn,Amber,Beacon,Bluebell,Bridge,Castle,Cedar,Corner,Crown,Dove,Eagle,Falcon,Fern,Garden,"
-    "Golden,Harbour,Heron,Hill,Holly,Ivory,Kestrel,Lantern,Laurel,Maple,Meadow,Mill,Oak,Olive,"
+    "Golden,Harbor,Heron,Hill,Holly,Ivory,Kestrel,Lantern,Laurel,Maple,Meadow,Mill,Oak,Olive,"
     "Orchard,Pearl,Pine,River,Robin,Rose,Silver,Star,Stone,Sun,Swan,Valley,Willow,Windmill"
 ).split(",")
-STREETS = "Bridge Street,Church Lane,High Street,Mill Road,Park Avenue,Queen Street,Station Road"
-SPEEDS = {"car": 50, "bike": 15, "foot": 5}  # kilometres in an hour
+STREETS = "Bridge Street,Church Lane,High Street,Mill Road,Park Avenue,Station Road".split(",")
+SPEEDS = {"car": 50, "bike": 15, "foot": 5}  # kilometers in an hour
 
 
-def make_rows(random: random.Random) -> dict[str, list[tuple]]:
+def make_rows(random: random.Random) -> web.Rows:
     centers = {town: (random.randrange(40_000), random.randrange(40_000)) for town in TOWNS}
-    rows = [
-        (n, web.slug(town), town, "town", "", town, "", "", *centers[town])
-        for n, town in enumerate(TOWNS, 1)
-    ]
-    names = [(name, kind) for name in NAMES for kind in CATEGORIES]
-    for number, (first, category) in enumerate(random.sample(names, 420), len(TOWNS) + 1):
-        name, town = f"{first} {category.title()}", random.choice(TOWNS)
-        x, y = (center + random.randrange(-1500, 1500) for center in centers[town])
-        street = f"{random.randrange(1, 120)} {random.choice(STREETS.split(','))}"
+    for town, position in centers.items():
+        yield "places", (None, web.slug(town), town, "town", "", town, "", "", *position)
+    for words in random.sample([*product(NAMES, CATEGORIES)], 420):
+        name, town = " ".join(words).title(), random.choice(TOWNS)
+        street = f"{random.randrange(1, 120)} {random.choice(STREETS)}"
         phone = f"555-{random.randrange(1000, 10_000)}"
-        hours = f"{random.randrange(6, 12):02}:{random.choice(('00', '30'))} to "
-        hours += f"{random.randrange(16, 23)}:{random.choice(('00', '30'))}"
-        rows.append((number, web.slug(name), name, category, street, town, phone, hours, x, y))
-    return {"places": rows}
+        hours = f"{random.randrange(6, 12):02}:00 to {random.randrange(16, 23)}:30"
+        x, y = (center + random.randrange(-1500, 1500) for center in centers[town])
+        where = words[1], street, town, phone, hours, x, y
+        yield "places", (None, web.slug(name), name, *where)
 
 
 def road(x1: int, y1: int, x2: int, y2: int) -> int:
-    """Metres by road, rounded to 100. Integers only, so that it is the same on every machine.
+    """Meters by road, rounded to 100. Integers only, so that it is the same on every machine.
 
     >>> road(0, 0, 3000, 4000)
     6300
@@ -92,9 +89,7 @@ SITE.page(
     web.Facts(
         {"Category": "category", "Address": "address", "Phone": "phone", "Opening hours": "hours"}
     ),
-    web.Form(
-        "/places/{slug}/nearest", "Find nearest", [web.Field("Category", CATEGORIES)], {}, "get"
-    ),
+    web.Form("/places/{slug}/nearest", "Find nearest", {"Category": CATEGORIES}, method="get"),
     row="SELECT *, street || ', ' || town AS address FROM places WHERE slug = :name",
 )
 SITE.page(
@@ -110,10 +105,7 @@ SITE.page(
     row="SELECT name FROM places WHERE slug = :slug",
 )
 ROUTE = web.Form(
-    "/route",
-    "Find route",
-    [web.Field("From"), web.Field("To"), web.Field("Travel by", tuple(SPEEDS))],
-    method="get",
+    "/route", "Find route", {"From": (), "To": (), "Travel by": tuple(SPEEDS)}, method="get"
 )
 SITE.page("/directions", "Directions", ROUTE, web.Text("Enter the full names of two places."))
 SITE.page(

@@ -1,8 +1,9 @@
 """The shop: products with reviews, orders, cart, wish list. `admin.py` administers its tables."""
 
 import random
+from itertools import product
 
-from envs.webarena.sites import engine as web
+import envs.webarena.sites.engine as web
 from envs.webarena.sites.map import TOWNS
 
 SCHEMA = """
@@ -43,19 +44,23 @@ CATEGORIES = {
     "Toys": "wooden train,puzzle,kite,building blocks,toy boat,spinning top",
     "Bathroom": "bath mat,soap dish,towel rack,shower caddy,laundry basket,mirror",
 }
-BRANDS = "Alder,Brook,Copperline,Fennwick,Harrow,Juniper,Larkfield,Northmoor,Pebble,Quill,Tamsin"
-STYLES = "classic,compact,folding,large,light,small,striped,sturdy,travel,blue,green,red,grey"
-FIRST_NAMES = "Ada,Ben,Clara,David,Elena,Felix,Grace,Hugo,Iris,Jonas,Kira,Leo,Mona,Nils,Olga,Paul"
-LAST_NAMES = "Abbott,Brandt,Castell,Dorsey,Egan,Fischer,Gomez,Hale,Ivanov,Jansen,Keller,Lindt,Moss"
+BRANDS = (
+    "Alder,Brook,Copperline,Fennwick,Harrow,Juniper,Larkfield,Northmoor,Pebble,Quill,Tamsin".split(
+        ","
+    )
+)
+STYLES = (
+    "classic,compact,folding,large,light,small,striped,sturdy,travel,blue,green,red,grey".split(",")
+)
 ORDER_STATUS = ("pending", "processing", "shipped", "complete", "canceled")
 REVIEW_STATUS = ("pending", "approved", "rejected")
-OPINIONS = {
-    1: ("Broke quickly", "It broke in the first week and nobody answered my letters."),
-    2: ("Disappointing", "It looks cheaper than in the picture."),
-    3: ("It is okay", "It does what it should and nothing more."),
-    4: ("Good value", "I use it every day and would buy it again."),
-    5: ("Wonderful", "The best one that I have ever had."),
-}
+OPINIONS = (  # stars, title, text
+    (1, "Broke quickly", "It broke in the first week and nobody answered my letters."),
+    (2, "Disappointing", "It looks cheaper than in the picture."),
+    (3, "It is okay", "It does what it should and nothing more."),
+    (4, "Good value", "I use it every day and would buy it again."),
+    (5, "Wonderful", "The best one that I have ever had."),
+)
 CONTENT = (
     "About us,Privacy policy,Returns,Shipping,Gift cards,Careers,Press,Size guide,Warranty,"
     "Newsletter,Store hours,Terms of use,Cookie policy,Loyalty program,Recycling"
@@ -63,45 +68,35 @@ CONTENT = (
 USER = "Emma Lopez"
 
 
-def make_rows(random: random.Random) -> dict[str, list[tuple]]:
-    names = [
-        f"{first} {last}" for first in FIRST_NAMES.split(",") for last in LAST_NAMES.split(",")
-    ]
-    names = [USER, *random.sample(names, len(names))]
-    names_of_tables = ("customers", "products", "orders", "items", "reviews")
-    tables: dict[str, list[tuple]] = {name: [] for name in names_of_tables}
-    customers, products, orders, items, reviews = tables.values()
-    for number, name in enumerate(names, 1):
-        street = f"{random.randrange(1, 99)} {random.choice(('Mill', 'Church', 'Park'))} Street"
+def make_rows(random: random.Random) -> web.Rows:
+    names = [USER, *web.invent_people(random, 200)]
+    for name in names:
         contact = f"{web.slug(name)}@example.com", f"555-{random.randrange(1000, 10_000)}"
-        customers.append((number, name, *contact, street, random.choice(TOWNS)))
+        street = f"{random.randrange(1, 99)} {random.choice(('Mill', 'Church', 'Park'))} Street"
+        yield "customers", (None, name, *contact, street, random.choice(TOWNS))
+    prices: list[int] = []
     for category, things in CATEGORIES.items():
-        kinds = [
-            (b, s, t)
-            for b in BRANDS.split(",")
-            for s in STYLES.split(",")
-            for t in things.split(",")
-        ]
-        for kind in random.sample(kinds, 45):
-            name, price = " ".join(kind), random.randrange(80, 3000) * 5 + 4
-            text = f"A {kind[1]} {kind[2]} by {kind[0]}."
-            product = (len(products) + 1, web.slug(name), name, web.slug(category), price)
-            products.append((*product, random.randrange(200), text, "enabled"))
-    dates = sorted(web.day_before(random, web.TODAY, 700) for _ in range(1200))
-    for number, placed in enumerate(dates, 1001):
-        customer = customers[0] if number % 24 == 0 else random.choice(customers[1:])
-        status = random.choice(ORDER_STATUS if placed > "2026-04" else ORDER_STATUS[3:])
-        orders.append((number, customer[1], placed, random.choice(TOWNS), status))
-        for product in random.sample(products, random.choice((1, 1, 2, 3))):
-            items.append((number, product[0], random.choice((1, 1, 1, 2, 3)), product[4]))
-    for product in products:
-        for author in random.sample(names[1:], random.randrange(8)):
-            stars, status = random.choice((1, 2, 3, 4, 4, 5, 5)), random.choice("pppaaaaaaaaaaaaar")
-            status = next(name for name in REVIEW_STATUS if name.startswith(status))
-            review = (len(reviews) + 1, product[0], author, stars, *OPINIONS[stars])
-            reviews.append((*review, web.day_before(random, web.TODAY, 500), status))
-    pages = [(n, web.slug(t), t, f"Our page on {t.lower()}.") for n, t in enumerate(CONTENT, 1)]
-    return tables | {"pages": pages}
+        for kind in random.sample([*product(BRANDS, STYLES, things.split(","))], 45):
+            name, text = " ".join(kind), f"A {kind[1]} {kind[2]} by {kind[0]}."
+            prices.append(random.randrange(80, 3000) * 5 + 4)
+            about = web.slug(category), prices[-1], random.randrange(200), text, "enabled"
+            yield "products", (None, web.slug(name), name, *about)
+            for author in random.sample(names[1:], random.randrange(8)):
+                opinion, (status,) = (
+                    random.choice(OPINIONS),
+                    random.choices(REVIEW_STATUS, (3, 13, 1)),
+                )
+                review = len(prices), author, *opinion, web.recent_day(random, 500), status
+                yield "reviews", (None, *review)
+    dates = sorted(web.recent_day(random, 700) for _ in range(1200))
+    for number, date in enumerate(dates, 1001):
+        customer = USER if number % 24 == 0 else random.choice(names[1:])
+        status = random.choice(ORDER_STATUS if date > "2026-04" else ORDER_STATUS[3:])
+        yield "orders", (number, customer, date, random.choice(TOWNS), status)
+        for item in random.sample(range(len(prices)), random.choice((1, 1, 2, 3))):
+            yield "items", (number, item + 1, random.choice((1, 1, 1, 2, 3)), prices[item])
+    for title in CONTENT:
+        yield "pages", (None, web.slug(title), title, f"Our page on {title.lower()}.")
 
 
 SITE = web.Site(
@@ -145,7 +140,7 @@ SITE.page(
     "{name}",
     web.Text("{description}"),
     web.Facts({"Price": "price $", "Rating": "rating", "Category": "category"}),
-    web.Form("/cart/add", "Add to cart", [web.Field("Quantity", "123456789")], {"product": "{id}"}),
+    web.Form("/cart/add", "Add to cart", {"Quantity": "123456789"}, {"product": "{id}"}),
     web.Form("/wishes/add", "Add to wish list", hidden={"product": "{id}"}),
     web.Links({"Write a review": "/products/{slug}/review"}),
     web.Listing(
@@ -161,11 +156,7 @@ SITE.page(
     "/products/{slug}/review",
     "Review of {name}",
     web.Text("We check a review before we show it to others."),
-    web.Form(
-        "",
-        "Submit review",
-        [web.Field("Stars", "12345"), web.Field("Title"), web.Field("Text", rows=3)],
-    ),
+    web.Form("", "Submit review", {"Stars": "12345", "Title": (), "Text": ()}),
     web.Listing(
         {"Stars": "stars", "Title": "title", "Text": "text", "Status": "status"},
         "SELECT * FROM reviews WHERE product = :id AND author = :user",
@@ -240,9 +231,7 @@ SITE.page(
     "/account",
     "Account",
     web.Facts({name: name.lower() for name in ("Name", "Email", "Phone", "Street", "Town")}),
-    web.Form(
-        "/account", "Save", [web.Field("New phone"), web.Field("New street"), web.Field("New town")]
-    ),
+    web.Form("/account", "Save", {"New phone": (), "New street": (), "New town": ()}),
     row="SELECT * FROM customers WHERE name = :user",
 )
 SITE.change(
@@ -253,7 +242,7 @@ SITE.change(
 SITE.page(
     "/contact",
     "Contact us",
-    web.Form("/contact", "Send message", [web.Field("Subject"), web.Field("Message", rows=3)]),
+    web.Form("/contact", "Send message", {"Subject": (), "Message": ()}),
     web.Listing({"Subject": "subject", "Message": "text"}, "SELECT * FROM messages"),
 )
 SITE.change("/contact", "INSERT INTO messages VALUES (:subject, :message)")
