@@ -116,7 +116,7 @@ def test_people_see_a_screenshot_and_the_element_that_was_acted_on(env):
     left, top, width, height = state["acted_on"]
     assert 0 <= left < 1280 and 0 <= top < 720 and width > 0 and height > 0
     assert state["screenshot"].startswith("data:image/jpeg;base64,")
-    assert len(state["screenshot"]) < 100_000
+    assert len(state["screenshot"]) < 200_000
     assert state["url"] == env.url and ".test" not in str(state)
 
 
