@@ -119,7 +119,10 @@ def test_an_environment_outside_the_repository_is_listed_served_and_played(coin_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("minecraft", "unknown environment 'minecraft'; choose one of: babyai, .*textcraft, webarena; or"),
+        (
+            "minecraft",
+            "unknown environment 'minecraft'; choose one of: babyai, .*textcraft, webarena; or",
+        ),
         ("nowhere.coin:Coin", "No module named 'nowhere'.*; is its folder on PYTHONPATH"),
         ("far.coin:Penny", "far.coin has no class Penny"),
         ("pathlib:Path", "the class lacks PROMPT, WIRE, .*oracle"),

@@ -382,7 +382,10 @@ def test_a_body_over_the_limit_is_413_over_a_real_connection(server_url):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--env", "minecraft"], "choose one of: babyai, sciworld, searchqa, textcraft, webarena; or give"),
+        (
+            ["--env", "minecraft"],
+            "choose one of: babyai, sciworld, searchqa, textcraft, webarena; or give",
+        ),
         (["--env", "textcraft", "--port", "70000"], "--port 70000"),
         (["--env", "textcraft", "--idle-timeout-s", "nan"], "--idle-timeout-s"),
     ],

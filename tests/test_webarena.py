@@ -108,13 +108,15 @@ def test_two_sessions_read_the_same_texts_and_do_not_see_each_others_changes(env
         other.close()
 
 
-def test_people_see_a_screenshot_with_the_boxes_of_the_elements(env):
+def test_people_see_a_screenshot_and_the_element_that_was_acted_on(env):
     env.reset(FIRST)
+    assert env.state_for_people()["acted_on"] == []
+    env.step("click [1]")
     state = env.state_for_people()
-    assert state["screenshot"].startswith("data:image/jpeg;base64,")
-    assert len(state["screenshot"]) < 100_000
-    left, top, width, height = state["boxes"]["1"]
+    left, top, width, height = state["acted_on"]
     assert 0 <= left < 1280 and 0 <= top < 720 and width > 0 and height > 0
+    assert state["screenshot"].startswith("data:image/jpeg;base64,")
+    assert len(state["screenshot"]) < 200_000
     assert state["url"] == env.url and ".test" not in str(state)
 
 

@@ -3,6 +3,7 @@
 Without Chromium these tests are skipped; with CI=true they fail instead.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -312,14 +313,19 @@ def test_a_page_that_is_too_large_is_told_and_can_be_left(open_page, path):
 # ---- the browser process
 
 
+def browser_processes():
+    """The main process of each browser of this process."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            command = " ".join(process.cmdline())
+            if "--headless" in command and "--type=" not in command:
+                yield process
+
+
 def test_a_killed_browser_ends_its_sessions_and_another_one_starts(start_browser):
     browser = start_browser()
     player, other = Player(browser, "/count"), Player(browser, "/links", token="b2")
-    children = psutil.Process().children(recursive=True)
-    chromiums = [p for p in children if any("--headless" in text for text in p.cmdline())]
-    main = max(
-        (p for p in chromiums if "--type=" not in " ".join(p.cmdline())), key=lambda p: p.pid
-    )
+    main = max(browser_processes(), key=lambda process: process.pid)  # the newest
     threading.Timer(0.3, main.kill).start()
     for session in (player, other):
         with pytest.raises(BrowserLost, match="died; a reset starts the session in another one"):

@@ -267,12 +267,12 @@ class Tab:
         self.num_popups = 0  # dialogs, and windows that the page tried to open, in this action
         self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
         self.hangs = False
-        self.problem = "did not respond"
+        self.problem = "closed its window"  # why the tab is gone
         self.title = ""
         self._loading: set[str] = set()  # ids of frames
         self._loaded = asyncio.Event()
         self._loaded.set()
-        page.on("crash", lambda _: setattr(self, "hangs", True))
+        page.on("crash", lambda _: self.give_up())
         self._ready = asyncio.ensure_future(self._attach())
         self._ready.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -305,6 +305,11 @@ class Tab:
     def is_gone(self) -> bool:
         return self.hangs or self.page.is_closed()
 
+    def give_up(self, problem: str = "did not respond") -> None:
+        """Its session will close the tab."""
+        if not self.hangs:
+            self.hangs, self.problem = True, problem
+
     def _count_window(self, event: dict) -> None:
         """Chromium allows a page one new window for each click; a loop gets no more."""
         self.awaited_windows += event["userGesture"]
@@ -314,8 +319,7 @@ class Tab:
         """Close the page if it is in a loop, also while its code still runs."""
         self.num_popups += 1
         if self.num_popups > MAX_POPUPS and not self.hangs:
-            self.hangs = True
-            self.problem = "opened dialogs or windows in a loop"
+            self.give_up("opened dialogs or windows in a loop")
             _background(self.page.close())
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -344,7 +348,7 @@ class Tab:
             try:
                 await asyncio.wait_for(self.evaluate(script), ACT_S)
             except TimeoutError:
-                self.hangs = True
+                self.give_up()
             except Exception:  # the document was replaced
                 if time.monotonic() > end:
                     return False
@@ -360,7 +364,7 @@ class Tab:
         try:
             await asyncio.wait_for(self.send("Page.stopLoading"), 2)
         except TimeoutError:
-            self.hangs = True
+            self.give_up()
         self._loading.clear()
         self._loaded.set()
 
@@ -483,10 +487,11 @@ class Session:
             tab.requests.clear()
             tab.num_popups = tab.awaited_windows = 0
         tab, old_tabs = self.tab, set(self._tabs)
+        limit_s = max(ACT_S, LOAD_S + 1) + len(action.text) / 100  # long texts take longer to type
         try:
-            await asyncio.wait_for(self._play(action, node), max(ACT_S, LOAD_S + 1))
+            await asyncio.wait_for(self._play(action, node), limit_s)
         except TimeoutError:
-            tab.hangs = True
+            tab.give_up()
         except CannotAct as error:
             problem = str(error)
         except Exception as error:
@@ -615,7 +620,7 @@ class Session:
                 page = await asyncio.wait_for(self._read(), LOOK_S)
                 break
             except TimeoutError:
-                self.tab.hangs = True
+                self.tab.give_up()
             except Exception:  # the document was replaced
                 await self._settle()
         if page is None:
@@ -651,8 +656,7 @@ class Session:
         """Close the current tab, which hangs or is gone, and go to another one. If there is none,
         open one at `url`."""
         tab = self.tab
-        if tab.hangs:
-            self._note(f"The page {tab.problem}, so its tab was closed.")
+        self._note(f"The page {tab.problem}, so its tab was closed.")
         if not tab.page.is_closed():
             _background(tab.page.close())
         self._forget(tab)
@@ -688,21 +692,13 @@ class Session:
             self._current = last
 
     async def screenshot(self) -> str:
-        """The viewport in half size as a data URL; "" if the page does not answer."""
+        """The viewport as a data URL; "" if the page does not answer."""
         try:
-            answer = await asyncio.wait_for(
-                self.tab.send(
-                    "Page.captureScreenshot",
-                    format="jpeg",
-                    quality=60,
-                    clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 0.5},
-                    optimizeForSpeed=True,
-                ),
-                ACT_S,
-            )
+            image = self.tab.send("Page.captureScreenshot", format="jpeg", quality=40)
+            data = (await asyncio.wait_for(image, ACT_S))["data"]
         except Exception:
             return ""
-        return f"data:image/jpeg;base64,{answer['data']}"
+        return f"data:image/jpeg;base64,{data}"
 
 
 def _background(coroutine: Coroutine[Any, Any, Any]) -> None:

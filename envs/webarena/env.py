@@ -267,6 +267,7 @@ class WebArena:
         self._reward = 0.0
         self._previous = ""  # the latest action that could be read
         self._outcome = "None"
+        self._acted_on: list[int] = []
         self._stage.begin()
         return self._observation()
 
@@ -324,7 +325,7 @@ class WebArena:
         BrowserLost if the browser fails."""
         self._stage.require_running()
         self._num_turns += 1
-        error = ""
+        error, self._acted_on = "", []
         try:  # AgentGym's client sends the policy's whole text
             text = without_thought(action)
             parsed = read(action_text(text) if BLOCK.search(text) else text)
@@ -356,6 +357,7 @@ class WebArena:
                 error = f"There is no element [{action.number}] on this screen."
                 self._outcome = f"{action}. {error}"
                 return error
+            self._acted_on = [round(pixels) for pixels in node.box]
             line = node.line().removeprefix(f"[{node.element_id}] ")
             self._outcome += f" where [{action.number}] is {line}"
         self._page, error, notes = self._browser.call(self._session.step(action, node))
@@ -408,19 +410,18 @@ class WebArena:
         return next_move(self._page, plan, self._task["start_url"], self._previous)
 
     def state_for_people(self) -> dict:
-        """The task, the page with a screenshot, and the boxes of its elements, so that the viewer
-        can show the element that the next action names."""
+        """The task, the page with a screenshot, and the box of the element that the latest action
+        named, in pixels of the screen before it."""
         self._stage.require_episode()
         assert self._session is not None
-        boxes = {node.element_id: node.box for node in self._page.nodes if node.element_id}
         return {
             "objective": self._task["intent"],
             "subtask": self.subtask(self._task_index),
             "sites": self._task["sites"],
             "url": self._page.url,
             "screenshot": self._browser.call(self._session.screenshot()),
-            "boxes": {str(number): [round(x) for x in box] for number, box in boxes.items()},
             "previous_action": self._outcome,
+            "acted_on": self._acted_on,
             "num_turns": self._num_turns,
             "success": self._reward == 1,
         }

@@ -10,6 +10,7 @@ import { drawSciWorld } from "./sciworld.js";
 import { drawSearchQA } from "./searchqa.js";
 import { drawText } from "./text.js";
 import { drawTextCraft } from "./textcraft.js";
+import { drawWebArena } from "./webarena.js";
 
 // A Map, because the name comes from a file, and an object would also have "constructor".
 const drawings = new Map([
@@ -17,6 +18,7 @@ const drawings = new Map([
   ["babyai", drawBabyAI],
   ["sciworld", drawSciWorld],
   ["searchqa", drawSearchQA],
+  ["webarena", drawWebArena],
 ]);
 
 /** `previous`: the state before this one, or null. */
