@@ -51,7 +51,7 @@ def test_an_action_is_read_and_written(text, action):
         ("```press []```", "Write press [Enter]"),
         ("```scroll [left]```", "Write scroll [down]"),
         ("```goto [http://a b]```", "Write goto [http://...]"),
-        ("```tab_focus [-1]```", "Write tab_focus [number]"),
+        ("```tab_focus [-1]```", "Write tab_focus [id]"),
     ],
 )
 def test_a_malformed_action_is_explained(text, problem):

@@ -1,7 +1,7 @@
 """WebArena's evaluators: equal to the official ones, and what only ours has.
 
 tests/data/webarena_evaluators.json holds the results of the official evaluators (libwebarena 0.0.5)
-for 130 cases; tests/webarena_official.py makes it. A comparison of 10,600 random answers and
+for 130 cases; tests/webarena_official.py fills them in. A comparison of 10,600 random answers and
 addresses for the 812 official tasks, which is not committed, gave equal results, too.
 """
 

@@ -24,32 +24,28 @@ from envs import ParseError
 
 MAX_TEXT = 2000  # characters to type; each is a key press
 BLOCK = re.compile(r"```(.*?)```", re.DOTALL)
-_ID, _FIELD = r"\[(\d{1,9})\]", r"\[(.*)\]"
-# What follows the name of an action. WebArena accepts text behind the action, so we do, too.
-_PATTERNS = {
-    "click": _ID,
-    "hover": _ID,
-    "type": rf"{_ID} *\[(.*?)\](?: *\[([01])\])?$",
-    "select": rf"{_ID} *{_FIELD}",
-    "press": r"\[([^\]]+|\])\]",
-    "scroll": r"\[?(down|up)\]?",
-    "goto": r"\[([^\]\s]+)\]",
-    "go_back": "()",
-    "go_forward": "()",
-    "new_tab": "()",
-    "tab_focus": _ID,
-    "close_tab": "()",
-    "stop": rf"(?:{_FIELD})?",
+# What follows the name of an action: how it is written, and how it is read. WebArena accepts text
+# behind the action, so we do, too.
+_ID, _TEXT = r"\[(?P<number>\d{1,9})\]", r"\[(?P<text>.*)\]"
+_FORMS = {
+    "click": ("[{number}]", _ID),
+    "hover": ("[{number}]", _ID),
+    "type": (
+        "[{number}] [{text}] [{enter:d}]",
+        rf"{_ID} *\[(?P<text>.*?)\](?: *\[(?P<enter>[01])\])?$",
+    ),
+    "select": ("[{number}] [{text}]", rf"{_ID} *{_TEXT}"),
+    "press": ("[{text}]", r"\[(?P<text>[^\]]+|\])\]"),
+    "scroll": ("[{text}]", r"\[?(?P<text>down|up)\]?"),
+    "goto": ("[{text}]", r"\[(?P<text>[^\]\s]+)\]"),
+    "go_back": ("", ""),
+    "go_forward": ("", ""),
+    "new_tab": ("", ""),
+    "tab_focus": ("[{number}]", _ID),
+    "close_tab": ("", ""),
+    "stop": ("[{text}]", rf"(?:{_TEXT})?"),
 }
-_USAGE = {
-    "type": "type [id] [text] [1]",
-    "select": "select [id] [option]",
-    "press": "press [Enter]",
-    "scroll": "scroll [down]",
-    "goto": "goto [http://...]",
-    "tab_focus": "tab_focus [number]",
-    "stop": "stop [answer]",
-}
+_EXAMPLES = {"press": "Enter", "scroll": "down", "goto": "http://..."}  # of texts
 # Keys by their names in lower case. Meta is Control, because agents know the shortcuts of a Mac.
 _KEYS = {
     name.lower(): name
@@ -71,15 +67,8 @@ class Action:
 
     def __str__(self) -> str:
         """The text from which `read` reads this action."""
-        if self.kind in ("click", "hover", "tab_focus"):
-            return f"{self.kind} [{self.number}]"
-        if self.kind == "type":
-            return f"type [{self.number}] [{self.text}] [{int(self.enter)}]"
-        if self.kind == "select":
-            return f"select [{self.number}] [{self.text}]"
-        if self.kind in ("press", "scroll", "goto", "stop"):
-            return f"{self.kind} [{self.text}]"
-        return self.kind
+        form, _ = _FORMS[self.kind]
+        return f"{self.kind} {form.format_map(vars(self))}".strip()
 
 
 def read(text: str) -> Action:
@@ -90,25 +79,21 @@ def read(text: str) -> Action:
     """
     text = text.strip()
     kind = re.split(r"[\s\[]", text, maxsplit=1)[0]
-    if kind not in _PATTERNS:
-        names = ", ".join(_PATTERNS)
+    if kind not in _FORMS:
+        names = ", ".join(_FORMS)
         raise ParseError(f"There is no action {kind[:40]!r}. The actions are {names}.")
-    match = re.match(_PATTERNS[kind], text[len(kind) :].lstrip(" "), re.DOTALL)
+    form, pattern = _FORMS[kind]
+    match = re.match(pattern, text[len(kind) :].lstrip(" "), re.DOTALL)
     if not match:
-        usage = _USAGE.get(kind, f"{kind} [id]")
-        raise ParseError(f"Cannot read {text[:80]!r}. Write {usage}; an id is a number.")
-    fields = match.groups()
-    if kind in ("click", "hover", "tab_focus"):
-        return Action(kind, int(fields[0]))
+        usage = form.format(number="id", text=_EXAMPLES.get(kind, "text"), enter=1)
+        raise ParseError(f"Cannot read {text[:80]!r}. Write {kind} {usage}; an id is a number.")
+    fields = match.groupdict()
+    number, content = int(fields.get("number") or 0), fields.get("text") or ""
     if kind == "type":
-        if len(fields[1]) > MAX_TEXT:
+        if len(content) > MAX_TEXT:
             raise ParseError(f"The text to type is too long; at most {MAX_TEXT} characters.")
-        return Action(kind, int(fields[0]), fields[1], enter=fields[2] != "0")
-    if kind == "select":
-        return Action(kind, int(fields[0]), fields[1].strip())
-    if kind == "press":
-        return Action(kind, text=_keys(fields[0]))
-    return Action(kind, text=(fields[0] or "").strip())
+        return Action(kind, number, content, enter=fields["enter"] != "0")
+    return Action(kind, number, _keys(content) if kind == "press" else content.strip())
 
 
 def _keys(combination: str) -> str:
