@@ -18,7 +18,7 @@ A template is an intent with gaps, and SQL whose rows fill the gaps:
 The last line is the evaluator: SQL of a site that must find exactly one row, this one. The others:
 
     answer = "{price}"                     the answer includes this, or all texts of a list
-    number = "{count}"                     the answer is exactly this
+    exact = "{count}"                      the answer is exactly this
     opens = true                           the last page is the one in `done`
     page = ["/wishes", "main", "{name}"]   afterwards, this page has this text at this CSS selector
 
@@ -66,6 +66,7 @@ def make_instances() -> list[Instance]:
     instances: list[Instance] = []
     for name, template in read_templates().items():
         rows = [dict(row) for row in database.execute(template["sql"])]
+        rows.sort(key=repr)  # versions of SQLite could order them differently
         random.Random(name).shuffle(rows)
         by_intent = {template["intent"].format(**row): row for row in rows}
         for row in list(by_intent.values())[: template.get("limit", INSTANCES)]:
@@ -116,39 +117,37 @@ class Filled:
     def evaluation(self) -> dict[str, Any]:
         """The "eval" of a task in WebArena's format."""
         template, kind = self.template, "string_match"
+        check: dict[str, Any]
         more: dict[str, Any] = {"reference_answers": None, "reference_url": "", "program_html": []}
         if "answer" in template:
             answers = template["answer"]
             patterns = answers if isinstance(answers, list) else [answers]
             more["reference_answers"] = {"must_include": [self.text(p) for p in patterns]}
-        elif "number" in template:
-            more["reference_answers"] = {"exact_match": self.text(template["number"])}
+        elif "exact" in template:
+            more["reference_answers"] = {"exact_match": self.text(template["exact"])}
         elif "opens" in template:
             kind, more["url_note"] = "url_match", "GOLD in PRED"
             more["reference_url"] = self.url(template["done"])
         elif "page" in template:
             address, selector, text = template["page"]
             locator = f"document.querySelector('{selector}').outerText"
-            contents = {"must_include": [self.text(text)]}
-            check = {"url": self.url(address), "locator": locator, "required_contents": contents}
+            url, contents = self.url(address), {"must_include": [self.text(text)]}
+            check = {"url": url, "locator": locator, "required_contents": contents}
             kind, more["program_html"] = "program_html", [check]
         else:
             site, sql, *patterns = template["rows"]
             values = [self.text(pattern) for pattern in patterns]
             row = [int(value) if re.fullmatch(r"-?\d+", value) else value for value in values]
-            kind, more["database"] = (
-                "database",
-                [{"site": site, "sql": self.text(sql), "expected": [row]}],
-            )
+            check = {"site": site, "sql": self.text(sql), "expected": [row]}
+            kind, more["database"] = "database", [check]
         return {"eval_types": [kind]} | more
 
     def plan(self) -> Iterator[Step]:
         """The oracle plays the last step that fits the page. Within a form, the fields are filled
         in from the first to the last, so they are turned around: the button becomes the first."""
-        lines = [re.fullmatch(LINE, line) for line in self.template["plan"]]
-        for _, group in groupby(
-            (line.groups() for line in lines if line), key=lambda line: line[0]
-        ):
+        matches = [re.fullmatch(LINE, line) for line in self.template["plan"]]
+        lines = [match.groups() for match in matches if match]
+        for _, group in groupby(lines, key=lambda line: line[0]):
             yield from reversed([self.step(*line) for line in group])
         where, _, node = self.template["done"].partition(" sees ")
         role, _, name = self.text(node).partition(" ")
@@ -167,11 +166,10 @@ class Filled:
         if verb in ("click", "press"):
             role = "link" if verb == "click" else "button"
             return Step(f"I {verb} {name}.", when, ("click", role, name))
-        if verb == "choose":
-            role, act = "combobox", ("select", "combobox", name, entry)
-        else:
-            role = "textbox"
-            act = ("type", "textbox", name, entry, str(int(verb == "type")))
+        role = "combobox" if verb == "choose" else "textbox"
+        act = ("select", role, name, entry)
+        if verb != "choose":
+            act = ("type", role, name, entry, str(int(verb == "type")))
         if verb != "type":  # which sends the form, so the field may hold the text already
             when = both(when, lacks(role, name, entry))
         return Step(f"I enter {entry} as {name}.", when, act)

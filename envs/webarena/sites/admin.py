@@ -40,15 +40,14 @@ class Table(NamedTuple):
 
     listing: web.Listing
     title: str  # heading of a row's page
-    facts: str  # columns, "total $" for money
+    facts: str
     edits: Sequence[Edit] = ()
 
 
 TABLES = {
     "orders": Table(
         web.Listing(
-            {"Order": "id /orders/{id}", "Date": "placed", "Customer": "customer"}
-            | {"Status": "status", "Total": "total $"},
+            "id /orders/{id}, placed, customer, status, total $",
             "SELECT * FROM all_orders",
             search="id || ' ' || customer",
             filters=[web.Filter("Status", "status", ORDER_STATUS), web.Filter("Date", "placed")],
@@ -56,13 +55,12 @@ TABLES = {
             | {"Total: high to low": "total DESC, id"},
         ),
         "Order {id}",
-        "customer,placed,status,town,total $,products",
+        "customer, placed, status, town, total $, products",
         [Edit("status", ORDER_STATUS)],
     ),
     "products": Table(
         web.Listing(
-            {"Product": "name /products/{id}", "Category": "category", "Price": "price $"}
-            | {"Stock": "stock", "Status": "status"},
+            "name /products/{id}, category, price $, stock, status",
             "SELECT * FROM products",
             search="name",
             filters=[
@@ -74,13 +72,12 @@ TABLES = {
             | {"Stock: low to high": "stock, name"},
         ),
         "{name}",
-        "category,price $,stock,status,description",
+        "category, price $, stock, status, description",
         [Edit("price", sql="round({} * 100)"), Edit("stock"), Edit("status", PRODUCT_STATUS)],
     ),
     "customers": Table(
         web.Listing(
-            {"Name": "name /customers/{id}", "Email": "email", "Town": "town"}
-            | {"Orders": "orders"},
+            "name /customers/{id}, email, town, orders",
             "SELECT c.*, (SELECT count(*) FROM orders WHERE customer = c.name) AS orders "
             "FROM customers c",
             search="name || ' ' || email || ' ' || phone",
@@ -88,13 +85,12 @@ TABLES = {
             sorts={"Name": "name", "Most orders": "orders DESC, name"},
         ),
         "{name}",
-        "email,phone,street,town,orders",
+        "email, phone, street, town, orders",
         [Edit("phone"), Edit("street"), Edit("town", TOWNS)],
     ),
     "reviews": Table(
         web.Listing(
-            {"Review": "title /reviews/{id}", "Product": "product_name"}
-            | {"Author": "author", "Stars": "stars", "Status": "status"},
+            "title /reviews/{id}, product_name, author, stars, status",
             "SELECT r.*, name AS product_name FROM reviews r JOIN products p ON p.id = product",
             search="product_name || ' ' || author",
             filters=[
@@ -104,26 +100,26 @@ TABLES = {
             sorts={"Newest": "created DESC, id"},
         ),
         "{title}",
-        "product_name,author,stars,text,created,status",
+        "product_name, author, stars, text, created, status",
         [Edit("status", REVIEW_STATUS)],
     ),
     "pages": Table(
-        web.Listing({"Page": "title /pages/{id}"}, "SELECT * FROM pages", search="title"),
+        web.Listing("title /pages/{id}", "SELECT * FROM pages", search="title"),
         "{title}",
-        "slug,text",
+        "slug, text",
         [Edit("title"), Edit("text")],
     ),
 }
 REPORTS = {
     "Sales": web.Listing(
-        {"Month": "month", "Orders": "orders", "Total": "total $"},
+        "month, orders, total $",
         "SELECT substr(placed, 1, 7) AS month, count(*) AS orders, sum(total) AS total "
         "FROM all_orders GROUP BY month",
         filters=[web.Filter("Month", "month")],
         sorts={"Newest": "month DESC", "Total: high to low": "total DESC"},
     ),
     "Bestsellers": web.Listing(
-        {"Product": "name /products/{id}", "Quarter": "quarter", "Sold": "sold"},
+        "name /products/{id}, quarter, sold",
         "SELECT * FROM sold",
         filters=[
             web.Filter("Quarter", "quarter", QUARTERS),
@@ -137,9 +133,9 @@ REPORTS = {
 SITE.page(
     "",
     "Dashboard",
-    web.Facts({"Pending orders": "orders", "Pending reviews": "reviews"}),
-    row="SELECT (SELECT count(*) FROM orders WHERE status = 'pending') AS orders, "
-    "(SELECT count(*) FROM reviews WHERE status = 'pending') AS reviews",
+    web.Facts("pending_orders, pending_reviews"),
+    row="SELECT (SELECT count(*) FROM orders WHERE status = 'pending') AS pending_orders, "
+    "(SELECT count(*) FROM reviews WHERE status = 'pending') AS pending_reviews",
 )
 for title, listing in REPORTS.items():
     SITE.page(f"/{title.lower()}", title, listing)
@@ -148,7 +144,7 @@ for name, table in TABLES.items():
     SITE.page(
         f"/{name}/{{id}}",
         table.title,
-        web.Facts({spec.split()[0].capitalize(): spec for spec in table.facts.split(",")}),
+        web.Facts(table.facts),
         *(
             web.Form(
                 f"/{name}/{{id}}/{edit.column}",

@@ -7,7 +7,7 @@ and the address to show next. The schema's constraints check what users enter.
     SITE = Site("shopping", "Shop", DATA, nav={"Cart": "/cart"})
     SITE.page(
         "/products/{slug}", "{name}",
-        Facts({"Price": "price $", "Category": "category /categories/{category}"}),
+        Facts("price $, category /categories/{category}"),
         Form("/cart/add", "Add to cart", {"Quantity": ()}, {"product": "{id}"}),
         row="SELECT * FROM products WHERE slug = :slug"
     )
@@ -110,10 +110,9 @@ class Links(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """A table with columns of the page's row, in the form of `cell`. The id of a value in the HTML
-    is its name: #ship-to."""
+    """A table of names and values. The id of a value is the name of its column: #price."""
 
-    facts: Mapping[str, str]
+    columns: str  # of the page's row; see `cells`
 
 
 class Field(NamedTuple):
@@ -152,22 +151,28 @@ class Filter(NamedTuple):
 class Listing(NamedTuple):
     """A table of the rows of `sql`. The first of `sorts` is the default."""
 
-    columns: Mapping[str, "str | Form"]  # heading -> what `cell` shows
+    columns: str  # see `cells`
     sql: str
     search: str = ""  # SQL: what the field "Keyword" searches
     filters: Sequence[Filter] = ()
     sorts: Mapping[str, str] = {}  # name -> SQL order
     title: str = ""
+    button: Form | None = None  # in each row
 
 
-def cell(values: Mapping[str, Any], spec: "str | Form") -> Any:
-    """A value of a row: "column", "column $" for cents, or "column /address/{slug}" for a link."""
-    if isinstance(spec, Form):
-        return as_dict(spec, values)
-    column, _, style = spec.partition(" ")
-    if style == "$":
-        return money(values[column])
-    return {"text": values[column], "href": style.format_map(values)} if style else values[column]
+def cells(columns: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row: "name", or "price $" for cents, or "name /address/{slug}" for a link.
+
+    >>> cells("stock, price $, name /products/{id}", {"stock": 1, "price": 5, "name": "a", "id": 7})
+    {'stock': 1, 'price': '$0.05', 'name': {'text': 'a', 'href': '/products/7'}}
+    """
+    shown = {}
+    for column in columns.split(", "):
+        name, _, style = column.partition(" ")
+        shown[name] = money(values[name]) if style == "$" else values[name]
+        if style.startswith("/"):
+            shown[name] = {"text": values[name], "href": style.format_map(values)}
+    return shown
 
 
 def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +188,7 @@ def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             for label, options in part.fields.items()
         ]
     if isinstance(part, Facts):
-        shown["facts"] = {name: cell(values, spec) for name, spec in part.facts.items()}
+        shown["facts"] = cells(part.columns, values)
     for name in ("hidden", "links"):
         if name in shown:
             shown[name] = {fill(key): fill(value) for key, value in shown[name].items()}
@@ -340,11 +345,15 @@ def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
     page = min(max(int(number), 1), num_pages) if re.fullmatch(r"[0-9]{1,9}", number) else 1
     limits = f"LIMIT {ROWS_PER_PAGE} OFFSET {(page - 1) * ROWS_PER_PAGE}"
     rows = visit.rows(f"SELECT * {selected} ORDER BY {order} {limits}", values)
+
+    def button(row: dict[str, Any]) -> dict[str, Any]:
+        return {"change": as_dict(listing.button, row)} if listing.button else {}
+
     return {
         "controls": controls,
         "count": f"{count} result" + "s" * (count != 1),
         "page": f"page {page} of {num_pages}" if num_pages > 1 else "",
-        "cells": [[cell(dict(row), spec) for spec in listing.columns.values()] for row in rows],
+        "rows": [cells(listing.columns, dict(row)) | button(dict(row)) for row in rows],
         "pages": {
             label: "?" + urlencode(visit.query | {"page": str(other)})
             for label, other in (("Previous page", page - 1), ("Next page", page + 1))
@@ -365,7 +374,9 @@ def to_unit(entry: str, scale: int) -> str | int:
 # ----------------------------------------------------------------------------------------- answers
 
 LOADER = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
-TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+TEMPLATES = jinja2.Environment(
+    loader=LOADER, autoescape=True, trim_blocks=True, lstrip_blocks=True, auto_reload=False
+)
 
 
 def respond(

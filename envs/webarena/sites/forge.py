@@ -83,14 +83,13 @@ SITE = web.Site(
     account=(USER, "engine1843"),
 )
 PROJECTS = web.Listing(
-    {"Project": "path /{path}", "Description": "description", "Stars": "stars"},
+    "path /{path}, description, stars",
     "SELECT * FROM all_projects",
     search="path",
     sorts={"Name": "name", "Most stars": "stars DESC, name"},
 )
 ISSUES = web.Listing(
-    {"Issue": "title /{project}/issues/{number}", "Author": "author", "Assignee": "assignee"}
-    | {"Label": "label", "Milestone": "milestone", "State": "state"},
+    "title /{project}/issues/{number}, author, assignee, label, milestone, state",
     "SELECT * FROM issues WHERE project = :owner || '/' || :name",
     search="title",
     filters=[
@@ -101,8 +100,7 @@ ISSUES = web.Listing(
     sorts={"Newest": "created DESC, number DESC", "Oldest": "created, number"},
 )
 MERGE_REQUESTS = web.Listing(
-    {"Title": "title", "Project": "project /{project}", "Author": "author", "Reviewer": "reviewer"}
-    | {"State": "state", "Created": "created"},
+    "title, project /{project}, author, reviewer, state, created",
     "SELECT * FROM merge_requests WHERE project = :owner || '/' || :name",
     search="title",
     filters=[web.Filter("State", "state", STATES)],
@@ -142,7 +140,7 @@ SITE.page(
         | {"Merge requests": f"{HERE}/merge_requests", "Commits": f"{HERE}/commits"}
         | {"Members": f"{HERE}/members"}
     ),
-    web.Facts({"Visibility": "visibility", "Stars": "stars", "Starred": "starred"}),
+    web.Facts("visibility, stars, starred"),
     web.Form(f"{HERE}/star", "Star"),
     web.Form(f"{HERE}/unstar", "Unstar"),
     row="SELECT *, iif(EXISTS (SELECT * FROM stars WHERE project = path AND user = :user), 'yes', "
@@ -158,7 +156,7 @@ SITE.page(
     f"{HERE}/commits",
     "Commits of {owner}/{name}",
     web.Listing(
-        {"Message": "message", "Author": "author", "Date": "created", "Commit": "hash"},
+        "message, author, created, hash",
         f"SELECT * FROM commits WHERE project = {PATH}",
         search="author || ' ' || message",
         filters=[web.Filter("Date", "created")],
@@ -169,9 +167,7 @@ SITE.page(
     f"{HERE}/members",
     "Members of {owner}/{name}",
     web.Form("", "Add member", {"User name": (), "Role": ROLES}),
-    web.Listing(
-        {"Member": "user", "Role": "role"}, f"SELECT * FROM members WHERE project = {PATH}"
-    ),
+    web.Listing("user, role", f"SELECT * FROM members WHERE project = {PATH}"),
 )
 SITE.change(
     f"{HERE}/members",
@@ -192,10 +188,7 @@ SITE.page(
     f"{HERE}/issues/{{number}}",
     "{title}",
     web.Text("{text}"),
-    web.Facts(
-        {"Project": "project /{project}", "Author": "author", "Assignee": "assignee"}
-        | {"Label": "label", "Milestone": "milestone", "State": "state", "Created": "created"}
-    ),
+    web.Facts("project /{project}, author, assignee, label, milestone, state, created"),
     web.Form("", "Close issue", hidden={"new_state": "closed"}),
     web.Form("", "Reopen issue", hidden={"new_state": "open"}),
     row=f"SELECT * FROM issues WHERE project = {PATH} AND number = :number",

@@ -80,9 +80,7 @@ SITE = web.Site(
     account=(USER, "towel4242"),
 )
 POSTS = web.Listing(
-    {"Post": "title /posts/{id}", "Board": "board /boards/{board}"}
-    | {"Author": "author /users/{author}", "Score": "score", "Comments": "comments"}
-    | {"Date": "created"},
+    "title /posts/{id}, board /boards/{board}, author /users/{author}, score, comments, created",
     "SELECT * FROM all_posts",
     search="title",
     sorts={
@@ -98,15 +96,13 @@ SITE.page("/boards", "Boards", web.Links({name: f"/boards/{name}" for name in BO
 SITE.page(
     "/subscriptions",
     "Subscriptions",
-    web.Listing(
-        {"Board": "board /boards/{board}"}, "SELECT board FROM subscriptions WHERE user = :user"
-    ),
+    web.Listing("board /boards/{board}", "SELECT board FROM subscriptions WHERE user = :user"),
 )
 SITE.page(
     "/boards/{board}",
     "{board}",
     web.Links({"Write a post": "/boards/{board}/submit"}),
-    web.Facts({"Subscribed": "subscribed"}),
+    web.Facts("subscribed"),
     web.Form("/boards/{board}/subscribe", "Subscribe"),
     web.Form("/boards/{board}/unsubscribe", "Unsubscribe"),
     POSTS._replace(sql="SELECT * FROM all_posts WHERE board = :board"),
@@ -137,15 +133,12 @@ SITE.page(
     "/posts/{id}",
     "{title}",
     web.Text("{text}"),
-    web.Facts(
-        {"Board": "board /boards/{board}", "Author": "author /users/{author}", "Date": "created"}
-        | {"Score": "score", "My vote": "vote"}
-    ),
+    web.Facts("board /boards/{board}, author /users/{author}, created, score, vote"),
     web.Form("/posts/{id}/vote", "Upvote", hidden={"value": "1"}),
     web.Form("/posts/{id}/vote", "Downvote", hidden={"value": "-1"}),
     web.Form("/posts/{id}", "Add comment", {"Comment": ()}),
     web.Listing(
-        {"Author": "author /users/{author}", "Comment": "text", "Date": "created"},
+        "author /users/{author}, text, created",
         "SELECT * FROM comments WHERE post = :id",
         sorts={"Oldest": "id"},
         title="Comments",
@@ -160,7 +153,7 @@ SITE.change(
 SITE.page(
     "/users/{name}",
     "{name}",
-    web.Facts({"Joined": "joined", "Bio": "bio"}),
+    web.Facts("joined, bio"),
     web.Form(f"/users/{USER}", "Save my bio", {"New bio": ()}),
     POSTS._replace(sql="SELECT * FROM all_posts WHERE author = :name"),
     row="SELECT * FROM users WHERE name = :name",

@@ -76,7 +76,7 @@ SITE.page(
     "/search",
     "Places",
     web.Listing(
-        {"Place": "name /places/{slug}", "Category": "category", "Town": "town"},
+        "name /places/{slug}, category, town",
         "SELECT * FROM places",
         search="name",
         filters=[web.Filter("Category", "category", CATEGORIES), web.Filter("Town", "town", TOWNS)],
@@ -86,9 +86,7 @@ SITE.page(
 SITE.page(
     "/places/{name}",
     "{name}",
-    web.Facts(
-        {"Category": "category", "Address": "address", "Phone": "phone", "Opening hours": "hours"}
-    ),
+    web.Facts("category, address, phone, hours"),
     web.Form("/places/{slug}/nearest", "Find nearest", {"Category": CATEGORIES}, method="get"),
     row="SELECT *, street || ', ' || town AS address FROM places WHERE slug = :name",
 )
@@ -96,7 +94,7 @@ SITE.page(
     "/places/{slug}/nearest",
     "Nearest {category} to {name}",
     web.Listing(
-        {"Place": "name /places/{slug}", "Distance": "distance"},
+        "name /places/{slug}, distance",
         "SELECT b.*, road(a.x, a.y, b.x, b.y) AS meters, "
         "road(a.x, a.y, b.x, b.y) / 1000.0 || ' km' AS distance FROM places a "
         "JOIN places b ON a.id <> b.id WHERE a.name = :name AND b.category = :category",
@@ -111,7 +109,7 @@ SITE.page("/directions", "Directions", ROUTE, web.Text("Enter the full names of 
 SITE.page(
     "/route",
     "From {a} to {b}",
-    web.Facts({"Distance": "distance", "Time": "time", "Travel by": "travel_by"}),
+    web.Facts("distance, time, travel_by"),
     ROUTE,
     row="SELECT a.name AS a, b.name AS b, road(a.x, a.y, b.x, b.y) / 1000.0 || ' km' AS distance, "
     "minutes(road(a.x, a.y, b.x, b.y), :travel_by) || ' minutes' AS time "

@@ -45,12 +45,10 @@ CATEGORIES = {
     "Bathroom": "bath mat,soap dish,towel rack,shower caddy,laundry basket,mirror",
 }
 BRANDS = (
-    "Alder,Brook,Copperline,Fennwick,Harrow,Juniper,Larkfield,Northmoor,Pebble,Quill,Tamsin".split(
-        ","
-    )
+    "Alder Brook Copperline Fennwick Harrow Juniper Larkfield Northmoor Pebble Quill Tamsin".split()
 )
 STYLES = (
-    "classic,compact,folding,large,light,small,striped,sturdy,travel,blue,green,red,grey".split(",")
+    "classic compact folding large light small striped sturdy travel blue green red grey".split()
 )
 ORDER_STATUS = ("pending", "processing", "shipped", "complete", "canceled")
 REVIEW_STATUS = ("pending", "approved", "rejected")
@@ -82,12 +80,9 @@ def make_rows(random: random.Random) -> web.Rows:
             about = web.slug(category), prices[-1], random.randrange(200), text, "enabled"
             yield "products", (None, web.slug(name), name, *about)
             for author in random.sample(names[1:], random.randrange(8)):
-                opinion, (status,) = (
-                    random.choice(OPINIONS),
-                    random.choices(REVIEW_STATUS, (3, 13, 1)),
-                )
-                review = len(prices), author, *opinion, web.recent_day(random, 500), status
-                yield "reviews", (None, *review)
+                (status,) = random.choices(REVIEW_STATUS, (3, 13, 1))
+                when = web.recent_day(random, 500), status
+                yield "reviews", (None, len(prices), author, *random.choice(OPINIONS), *when)
     dates = sorted(web.recent_day(random, 700) for _ in range(1200))
     for number, date in enumerate(dates, 1001):
         customer = USER if number % 24 == 0 else random.choice(names[1:])
@@ -109,8 +104,7 @@ SITE = web.Site(
     account=(USER, "kettle42"),
 )
 PRODUCTS = web.Listing(
-    {"Product": "name /products/{slug}", "Price": "price $", "Rating": "rating"}
-    | {"Reviews": "reviews"},
+    "name /products/{slug}, price $, rating, reviews",
     "SELECT * FROM catalog",
     search="name",
     filters=[
@@ -139,12 +133,12 @@ SITE.page(
     "/products/{slug}",
     "{name}",
     web.Text("{description}"),
-    web.Facts({"Price": "price $", "Rating": "rating", "Category": "category"}),
+    web.Facts("price $, rating, category"),
     web.Form("/cart/add", "Add to cart", {"Quantity": "123456789"}, {"product": "{id}"}),
     web.Form("/wishes/add", "Add to wish list", hidden={"product": "{id}"}),
     web.Links({"Write a review": "/products/{slug}/review"}),
     web.Listing(
-        {"Stars": "stars", "Title": "title", "Author": "author", "Date": "created"},
+        "stars, title, author, created",
         "SELECT * FROM reviews WHERE product = :id AND status = 'approved'",
         filters=[web.Filter("Stars", "stars", "12345", "= 0 +")],
         sorts={"Newest": "created DESC, id"},
@@ -158,7 +152,7 @@ SITE.page(
     web.Text("We check a review before we show it to others."),
     web.Form("", "Submit review", {"Stars": "12345", "Title": (), "Text": ()}),
     web.Listing(
-        {"Stars": "stars", "Title": "title", "Text": "text", "Status": "status"},
+        "stars, title, text, status",
         "SELECT * FROM reviews WHERE product = :id AND author = :user",
         title="My review",
     ),
@@ -176,11 +170,11 @@ SITE.page(
     "/cart",
     "Cart",
     web.Listing(
-        {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"}
-        | {"Remove": REMOVE},
+        "name /products/{slug}, quantity, price $",
         "SELECT * FROM cart JOIN products ON id = product",
+        button=REMOVE,
     ),
-    web.Facts({"Total": "total $"}),
+    web.Facts("total $"),
     web.Form("/orders", "Place order"),
     row="SELECT ifnull(sum(quantity * price), 0) AS total FROM cart JOIN products ON id = product",
 )
@@ -190,8 +184,9 @@ SITE.page(
     "/wishes",
     "Wish list",
     web.Listing(
-        {"Product": "name /products/{slug}", "Remove": REMOVE._replace(action="/wishes/remove")},
+        "name /products/{slug}",
         "SELECT p.* FROM wishes JOIN products p ON id = product",
+        button=REMOVE._replace(action="/wishes/remove"),
     ),
 )
 SITE.change("/wishes/add", "REPLACE INTO wishes VALUES (:product)", then="/wishes")
@@ -200,8 +195,7 @@ SITE.page(
     "/orders",
     "My orders",
     web.Listing(
-        {"Order": "id /orders/{id}", "Date": "placed", "Status": "status", "Total": "total $"}
-        | {"Products": "products"},
+        "id /orders/{id}, placed, status, total $, products",
         "SELECT * FROM all_orders WHERE customer = :user",
         search="id || ' ' || products",
         filters=[web.Filter("Date", "placed"), web.Filter("Status", "status", ORDER_STATUS)],
@@ -219,9 +213,9 @@ SITE.change(  # an empty cart makes no order
 SITE.page(
     "/orders/{id}",
     "Order {id}",
-    web.Facts({"Date": "placed", "Status": "status", "Ship to": "town", "Total": "total $"}),
+    web.Facts("placed, status, town, total $"),
     web.Listing(
-        {"Product": "name /products/{slug}", "Quantity": "quantity", "Price": "price $"},
+        "name /products/{slug}, quantity, price $",
         "SELECT name, slug, quantity, i.price FROM items i JOIN products p ON p.id = product "
         "WHERE order_id = :id",
     ),
@@ -230,7 +224,7 @@ SITE.page(
 SITE.page(
     "/account",
     "Account",
-    web.Facts({name: name.lower() for name in ("Name", "Email", "Phone", "Street", "Town")}),
+    web.Facts("name, email, phone, street, town"),
     web.Form("/account", "Save", {"New phone": (), "New street": (), "New town": ()}),
     row="SELECT * FROM customers WHERE name = :user",
 )
@@ -243,6 +237,6 @@ SITE.page(
     "/contact",
     "Contact us",
     web.Form("/contact", "Send message", {"Subject": (), "Message": ()}),
-    web.Listing({"Subject": "subject", "Message": "text"}, "SELECT * FROM messages"),
+    web.Listing("subject, text", "SELECT * FROM messages"),
 )
 SITE.change("/contact", "INSERT INTO messages VALUES (:subject, :message)")
