@@ -80,8 +80,11 @@ def test_the_rows_are_the_same_on_every_machine(name, digest, least, tmp_path):
 
 
 def test_the_files_are_built_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "it's 100% a #1 path?"))
     paths = sites_module.build_masters()
+    for master in open_masters().values():
+        assert master.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
+        master.close()
     times = {path: path.stat().st_mtime_ns for path in paths.values()}
     assert sites_module.build_masters() == paths
     assert {path: path.stat().st_mtime_ns for path in paths.values()} == times
@@ -238,6 +241,7 @@ def test_pages_of_a_listing_show_each_row_once(open_page):
     names += cells(reading)[::3]
     count = reading.query("map", "SELECT count(*) AS n FROM places WHERE town = 'Calder'")[0]["n"]
     assert len(set(names)) == len(names) == count and num_pages == -(-count // 12) > 2
+    assert reading.goto(f"{MAP}/search?q={'a+' * 3000}").status == 200
     for page in ("0", "-3", "99999999", "x", "²"):
         assert reading.goto(f"{MAP}/search?town=Calder&page={page}").status == 200
 
