@@ -173,6 +173,20 @@ def test_an_order_takes_what_is_in_the_cart(open_page):
     assert reading.query("shopping", "SELECT * FROM cart") == []
 
 
+def test_the_map_measures_roads(open_page):
+    """A road is a quarter longer than the straight line; a bike rides 15 km in an hour."""
+    reading = open_page(f"{MAP}/route?from=Calder&to=Marsh&travel_by=bike")
+    sql = "SELECT x, y FROM places WHERE name IN ('Calder', 'Marsh')"
+    (x1, y1), (x2, y2) = (tuple(row) for row in reading.query("map", sql))
+    km = round(((x1 - x2) ** 2 + (y1 - y2) ** 2) ** 0.5 * 1.25 / 1000, 1)
+    assert cells(reading) == [f"{km} km", f"{round(km * 60 / 15)} minutes", "bike"]
+    distances = [
+        float(text.split()[0])
+        for text in cells(reading.goto(f"{MAP}/places/calder/nearest?category=bank"))[1::2]
+    ]
+    assert distances == sorted(distances) and len(distances) == 12
+
+
 # ---- accounts
 
 
