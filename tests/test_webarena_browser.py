@@ -13,17 +13,10 @@ from urllib.parse import parse_qs, urlsplit
 import psutil
 import pytest
 
-from envs.webarena import browser as browser_module
+from envs.webarena import session as session_module
 from envs.webarena.actions import read
-from envs.webarena.browser import (
-    MAX_TABS,
-    Addresses,
-    Browser,
-    BrowserLost,
-    BrowserMissing,
-    Session,
-    find_browser,
-)
+from envs.webarena.browser import Addresses, Browser, BrowserLost, BrowserMissing, find_browser
+from envs.webarena.session import MAX_TABS, Session
 
 COUNTER = """<title>Page {n}</title><h1>page {n}</h1><a href='/count?n={next}'>next</a>
 <form action=/count><label>N <input name=n></label><button>Go</button></form>"""
@@ -155,7 +148,7 @@ def open_page(shared_browser):
 @pytest.fixture
 def short_limits(monkeypatch):
     for name in ("ACT_S", "LOAD_S", "LOOK_S"):
-        monkeypatch.setattr(browser_module, name, 2.0)
+        monkeypatch.setattr(session_module, name, 2.0)
 
 
 # ---- actions and waiting
@@ -198,7 +191,7 @@ def test_requests_and_late_changes_are_waited_for_but_not_forever(open_page):
     assert "StaticText 'late'" in open_page("/fetch").play("click [b]")
     start = time.monotonic()
     open_page("/timer")
-    assert time.monotonic() - start < browser_module.MAX_QUIET_S + 8
+    assert time.monotonic() - start < session_module.MAX_QUIET_S + 8
 
 
 def test_tabs(open_page):
@@ -301,6 +294,8 @@ def test_a_page_that_does_not_load(open_page, short_limits):
     assert player.notes == "The page did not finish loading within 2 s."
     assert "StaticText 'text'" in player.play("goto [http://shop.com/never_ready]")
     assert player.notes == "The page did not finish loading within 2 s."
+    player.play("press [Tab]")
+    assert player.notes == "", "its loading was stopped, so the next action does not wait again"
 
 
 @pytest.mark.parametrize("path", ["/text", "/nodes"])

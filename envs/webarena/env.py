@@ -60,9 +60,10 @@ import envs.webarena.tasks as tasks
 from envs import OracleLost, ParseError, TaskIndexError, Wire
 from envs.common import Stage, require_task, version_of, without_thought
 from envs.webarena.actions import BLOCK, Action, action_text, parse, read, say
-from envs.webarena.browser import Addresses, Browser, CannotAct, Session, find_browser
+from envs.webarena.browser import Addresses, Browser, CannotAct, find_browser
 from envs.webarena.evaluators import evaluate, has_judge, needs_judge
 from envs.webarena.oracle import next_move
+from envs.webarena.session import Session
 from envs.webarena.tree import FIELDS, Page
 from envs.wire import Outcome
 

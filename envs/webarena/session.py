@@ -1,0 +1,532 @@
+"""The tabs of one episode: play an action, wait for its effects, read the page.
+
+Waiting: An action is over when its effects are on the page: a navigation has finished, no request
+    is open, and the document has stopped changing. A page without scripts changes only by
+    navigation, so nothing else is waited for. All waits have limits (the constants below).
+Failure: A tab that hangs, or opens dialogs or windows in a loop, is closed and replaced. The policy
+    reads why, and other sessions notice nothing.
+Safety: Requests outside the session's sites and downloads are refused, dialogs are dismissed, and
+    new windows become tabs. The policy is told each of these.
+
+Read next: envs/webarena/evaluators.py.
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from envs.webarena.actions import Action
+from envs.webarena.browser import CLOSE_S, Addresses, Browser, CannotAct
+from envs.webarena.tree import HEIGHT, WIDTH, Node, Page, read_page
+
+ACT_S = 8.0  # until the page has taken a click or a key
+LOAD_S = 10.0  # until a page has answered, and again until it has loaded
+LOOK_S = 8.0  # to read the page
+QUIET_MS = 150  # without a change of the document and without a request
+MAX_QUIET_S = 2.0  # for pages that never become quiet
+WINDOW_S = 3.0  # until a new window has the answer to its first request
+MAX_TABS = 10
+MAX_POPUPS = 10  # dialogs and windows of a page in one action
+MAX_ELEMENTS, MAX_CHARACTERS = 15_000, 1_000_000  # of a page that is shown
+# Whether the document has loaded and stopped changing. Waits for it; at once if it has no scripts.
+_IS_QUIET = """new Promise(done => {
+  const begin = performance.now();
+  let last = begin;
+  const observer = new MutationObserver(() => { last = performance.now(); });
+  observer.observe(document, {subtree: true, childList: true, attributes: true,
+                              characterData: true});
+  const check = () => {
+    const now = performance.now(), isLoaded = document.readyState === 'complete';
+    const rest = last + (document.scripts.length ? %d : 0) - now;
+    if (isLoaded && rest <= 0 || now - begin > %d) { observer.disconnect(); done(isLoaded); }
+    else setTimeout(check, Math.max(rest, 10));
+  };
+  setTimeout(() => setTimeout(check, 0), 0);
+})"""
+_SIZE = """[document.getElementsByTagName('*').length,
+            (document.documentElement?.textContent || '').length]"""
+_SELECT = """function(wanted) {
+  const clean = text => text.trim().replace(/\\s+/g, ' ');
+  const options = [...(this.options || [])];
+  const option = options.find(o => clean(o.label) === wanted)
+              || options.find(o => o.value === wanted);
+  if (option === undefined) return options.map(o => clean(o.label));
+  this.focus();
+  if (this.multiple) option.selected = true; else this.value = option.value;
+  option.selected = true;
+  this.dispatchEvent(new Event('input', {bubbles: true}));
+  this.dispatchEvent(new Event('change', {bubbles: true}));
+  return null;
+}"""
+_SCROLL = """(page => { page.scrollTop += %d * window.innerHeight; })
+             (document.scrollingElement || document.body)"""
+
+
+class Tab:
+    """A page with what we need to know to wait for it."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.requests: set[str] = set()  # ids of the open ones of the current action
+        self.num_popups = 0  # dialogs, and windows that the page tried to open, in this action
+        self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
+        self.hangs = False
+        self.problem = "closed its window"  # why the tab is gone
+        self.title = ""
+        self._loading: set[str] = set()  # ids of frames
+        self._loaded = asyncio.Event()
+        self._loaded.set()
+        page.on("crash", lambda _: self.give_up())
+        self.is_attached = asyncio.ensure_future(self._attach())
+        self.is_attached.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _attach(self) -> Any:
+        session = await self.page.context.new_cdp_session(self.page)
+        # From the renderer and in order with the answers of evaluate(): a navigation that an action
+        # has caused is known before the answer to the next command.
+        session.on("Page.frameRequestedNavigation", lambda event: self._note(event, True))
+        session.on("Page.frameStartedLoading", lambda event: self._note(event, True))
+        session.on("Page.frameStoppedLoading", lambda event: self._note(event, False))
+        session.on("Page.frameDetached", lambda event: self._note(event, False))
+        session.on("Page.windowOpen", self._count_window)
+        for name in ("loadingFinished", "loadingFailed"):
+            session.on(f"Network.{name}", lambda e: self.requests.discard(e["requestId"]))
+        session.on("Network.requestWillBeSent", lambda e: self.requests.add(e["requestId"]))
+        await session.send("Page.enable")
+        await session.send("Network.enable")
+        return session
+
+    def _note(self, event: dict, is_loading: bool) -> None:
+        if is_loading and event.get("disposition", "currentTab") == "currentTab":
+            self._loading.add(event["frameId"])
+            self._loaded.clear()
+        elif not is_loading:
+            self._loading.discard(event["frameId"])
+            if not self._loading:
+                self._loaded.set()
+
+    @property
+    def is_gone(self) -> bool:
+        return self.hangs or self.page.is_closed()
+
+    def give_up(self, problem: str = "did not respond") -> None:
+        """Its session will close the tab."""
+        if not self.hangs:
+            self.hangs, self.problem = True, problem
+
+    def _count_window(self, event: dict) -> None:
+        """Chromium allows a page one new window for each click; a loop gets no more."""
+        self.awaited_windows += event["userGesture"]
+        self.count_popup()
+
+    def count_popup(self) -> None:
+        """Close the page if it is in a loop, also while its code still runs."""
+        self.num_popups += 1
+        if self.num_popups > MAX_POPUPS and not self.hangs:
+            self.give_up("opened dialogs or windows in a loop")
+            _background(self.page.close())
+
+    async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command of Chromium's DevTools protocol."""
+        session = await asyncio.shield(self.is_attached)
+        return await session.send(method, parameters)
+
+    async def evaluate(self, script: str) -> Any:
+        answer = await self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        return answer["result"].get("value")
+
+    async def settle(self) -> bool:
+        """Wait until the page has loaded and is quiet. False if it is still loading after LOAD_S
+        seconds; its loading is then stopped."""
+        end, quiet_end = time.monotonic() + LOAD_S, 0.0
+        script = _IS_QUIET % (QUIET_MS, MAX_QUIET_S * 1000)
+        while not self.is_gone:
+            try:
+                await asyncio.wait_for(self._loaded.wait(), max(end - time.monotonic(), 0.01))
+            except TimeoutError:
+                await self.stop_loading()
+                return False
+            quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
+            try:
+                has_loaded = await asyncio.wait_for(self.evaluate(script), ACT_S)
+            except TimeoutError:
+                self.give_up()
+            except Exception:  # the document was replaced
+                if time.monotonic() > end:
+                    return False
+                await asyncio.sleep(0.01)
+            else:
+                is_quiet = not self.requests or time.monotonic() > quiet_end
+                if has_loaded and is_quiet and not self._loading:
+                    return True
+                if time.monotonic() > end:
+                    await self.stop_loading()
+                    return False
+                await asyncio.sleep(0.01)
+        return True
+
+    async def stop_loading(self) -> None:
+        try:
+            await asyncio.wait_for(self.send("Page.stopLoading"), 2)
+        except TimeoutError:
+            self.give_up()
+        self._loading.clear()
+        self._loaded.set()
+
+
+class Session:
+    """One context: the tabs and cookies of one episode. All methods run in the browser's thread,
+    by Browser.call.
+
+    Args:
+        max_lines: of an observation.
+    """
+
+    def __init__(self, browser: Browser, addresses: Addresses, max_lines: int) -> None:
+        self._browser, self.addresses, self._max_lines = browser, addresses, max_lines
+        self._tabs: list[Tab] = []
+        self._current: Tab | None = None
+        self._notes: list[str] = []  # what happened beside the action
+        self._start_url = "about:blank"
+
+    @property
+    def tab(self) -> Tab:
+        assert self._current is not None  # set by open()
+        return self._current
+
+    async def open(
+        self,
+        urls: Sequence[str],
+        cookies: Iterable[dict[str, str]] = (),
+        storage_state: Path | None = None,
+    ) -> None:
+        """Open the context and one tab for each real URL. Raises CannotAct if a page does not
+        open."""
+        self._context = await self._browser.chromium.new_context(
+            viewport={"width": WIDTH, "height": HEIGHT},
+            storage_state=storage_state,
+            accept_downloads=False,
+            service_workers="block",
+            locale="en-US",
+            timezone_id="UTC",
+            reduced_motion="reduce",
+        )
+        self._context.set_default_timeout(1000 * LOAD_S)
+        self._context.on("page", self._add_tab)
+        if cookies:
+            await self._context.add_cookies(list(cookies))
+        # Chromium compares the pattern; Python hears only of what is refused.
+        origins = "|".join(map(re.escape, self.addresses.origins))
+        outside = re.compile(rf"^(?!(?:{origins})(?:[/?#]|$)|data:|blob:|about:)")
+        await self._context.route(outside, self._refuse)
+        self._start_url = urls[0]
+        for url in urls:
+            await self._new_tab()
+            await self._goto(url)
+            await self._settle()
+        self._current = self._tabs[0]
+        await self.tab.page.bring_to_front()
+
+    async def close(self) -> None:
+        if hasattr(self, "_context"):
+            await asyncio.wait_for(self._context.close(), CLOSE_S)
+
+    # ------------------------------------------------------------------ what happens by itself
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes and len(self._notes) < 5:
+            self._notes.append(text)
+
+    async def _refuse(self, route: Any) -> None:
+        request = route.request
+        if request.is_navigation_request():
+            self._note(f"The page wanted to open {request.url[:200]!r}, which is not on the sites.")
+        with contextlib.suppress(Exception):  # the page was closed
+            await route.abort("aborted")  # the tab stays where it is
+
+    def _add_tab(self, page: Any) -> None:
+        if len(self._tabs) >= MAX_TABS and self._current is not None:
+            self._note(f"A new tab was closed, because {MAX_TABS} are open.")
+            _background(page.close())
+            return
+        tab = Tab(page)
+        self._tabs.append(tab)
+        page.on("dialog", lambda dialog: self._dismiss(tab, dialog))
+        page.on("download", self._refuse_download)
+        page.on("close", lambda _: self._forget(tab))
+        if self._current is not None:
+            self._note(f"A new tab {len(self._tabs) - 1} was opened.")
+            self._current.awaited_windows -= 1
+
+    def _forget(self, tab: Tab) -> None:
+        if tab in self._tabs:
+            self._tabs.remove(tab)
+
+    async def _dismiss(self, tab: Tab, dialog: Any) -> None:
+        tab.count_popup()
+        if dialog.type != "beforeunload":
+            self._note(f"A dialog said {dialog.message[:200]!r} and was dismissed.")
+        with contextlib.suppress(Exception):  # the page was closed
+            if dialog.type == "beforeunload":  # dismissed, it would keep the page
+                await dialog.accept()
+            else:
+                await dialog.dismiss()
+
+    async def _refuse_download(self, download: Any) -> None:
+        self._note(f"The download of {download.suggested_filename[:100]!r} was refused.")
+        with contextlib.suppress(Exception):
+            await download.cancel()
+
+    # ------------------------------------------------------------------------------ actions
+
+    async def step(self, action: Action, node: Node | None) -> tuple[Page, str, str]:
+        """Play an action; return the page after it, why it had no effect ("" if it had), and what
+        happened beside it.
+
+        Args:
+            node: the element of the last observation that the action names.
+        """
+        problem = ""
+        self._notes.clear()
+        for tab in self._tabs:
+            tab.requests.clear()
+            tab.num_popups = tab.awaited_windows = 0
+        tab, old_tabs = self.tab, set(self._tabs)
+        limit_s = max(ACT_S, LOAD_S + 1) + len(action.text) / 100  # long texts take longer to type
+        try:
+            await asyncio.wait_for(self._play(action, node), limit_s)
+        except TimeoutError:
+            tab.give_up()
+        except CannotAct as error:
+            problem = str(error)
+        except Exception as error:
+            if not tab.is_gone:
+                problem = f"The browser reports: {_first_line(error)}."
+        await self._settle()
+        for tab in set(self._tabs) - old_tabs - {self.tab}:
+            await tab.settle()
+        page, public = await self.look(), self.addresses.to_public
+        return page, public(problem), public(" ".join(self._notes))
+
+    async def _settle(self) -> None:
+        tab = self.tab
+        if not tab.is_gone and not await tab.settle():
+            self._note(f"The page did not finish loading within {LOAD_S:g} s.")
+        end = time.monotonic() + WINDOW_S
+        while tab.awaited_windows > 0 and not tab.is_gone and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+
+    async def _play(self, action: Action, node: Node | None) -> None:
+        page = self.tab.page
+        match action.kind:
+            case "click" | "hover" | "type":
+                assert node is not None
+                x, y = await self._point(node)
+                if action.kind == "hover":
+                    await page.mouse.move(x, y)
+                    return
+                await page.mouse.click(x, y)
+                if action.kind == "type":
+                    await page.keyboard.type(action.text)
+                    if action.enter:
+                        await page.keyboard.press("Enter")
+            case "select":
+                assert node is not None
+                await self._select(node, action.text)
+            case "press":
+                await page.keyboard.press(action.text)
+            case "scroll":
+                await self.tab.evaluate(_SCROLL % (1 if action.text == "down" else -1))
+            case "goto":
+                await self._goto(self.addresses.to_real(action.text))
+            case "go_back" | "go_forward":
+                await self._move(-1 if action.kind == "go_back" else 1)
+            case "new_tab":
+                if len(self._tabs) >= MAX_TABS:
+                    raise CannotAct(f"{MAX_TABS} tabs are open, the maximum.")
+                await self._new_tab()
+            case "tab_focus":
+                if action.number >= len(self._tabs):
+                    raise CannotAct(f"There is no tab {action.number}.")
+                self._current = self._tabs[action.number]
+                await self.tab.page.bring_to_front()
+            case "close_tab":
+                await page.close()
+                self._forget(self.tab)
+                if self._tabs:
+                    self._current = self._tabs[-1]
+                else:
+                    await self._new_tab()
+
+    async def _new_tab(self) -> None:
+        self._current = None  # our own tab is not told
+        page = await self._context.new_page()
+        self._current = next(tab for tab in self._tabs if tab.page is page)
+        await self._current.is_attached
+
+    async def _goto(self, url: str) -> None:
+        try:
+            await self.tab.page.goto(url, wait_until="commit")
+        except Exception as error:
+            if "Timeout" in str(error):
+                await self.tab.stop_loading()
+                raise CannotAct(f"The page did not answer within {LOAD_S:g} s.") from error
+            raise CannotAct(f"The page did not open: {_first_line(error)}.") from error
+
+    async def _move(self, offset: int) -> None:
+        """Go back or forward in the tab's history."""
+        history = await self.tab.send("Page.getNavigationHistory")
+        index = history["currentIndex"] + offset
+        if not 0 <= index < len(history["entries"]) or (
+            index == 0 and history["entries"][0]["url"] == "about:blank"
+        ):
+            raise CannotAct(f"There is no page to go {'back' if offset < 0 else 'forward'} to.")
+        go = self.tab.page.go_back if offset < 0 else self.tab.page.go_forward
+        await go(wait_until="commit")
+
+    async def _point(self, node: Node) -> tuple[float, float]:
+        """The middle of an element, scrolled into view."""
+        try:
+            await self.tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=node.backend_id)
+            answer = await self.tab.send("DOM.getContentQuads", backendNodeId=node.backend_id)
+            quad = answer["quads"][0]
+        except Exception as error:
+            if self.tab.page.is_closed():
+                raise
+            raise CannotAct(f"The element {node.line()[:200]} is no longer on the page.") from error
+        return sum(quad[0::2]) / 4, sum(quad[1::2]) / 4
+
+    async def _select(self, node: Node, option: str) -> None:
+        try:
+            resolved = await self.tab.send("DOM.resolveNode", backendNodeId=node.backend_id)
+        except Exception as error:
+            raise CannotAct(f"The element {node.line()[:200]} is no longer on the page.") from error
+        answer = await self.tab.send(
+            "Runtime.callFunctionOn",
+            functionDeclaration=_SELECT,
+            objectId=resolved["object"]["objectId"],
+            arguments=[{"value": option}],
+            returnByValue=True,
+            userGesture=True,
+        )
+        names = answer["result"].get("value")
+        if names is not None:
+            listing = ", ".join(map(repr, names[:20])) or "none"
+            raise CannotAct(f"There is no option {option[:100]!r}. The options are: {listing}.")
+
+    # ------------------------------------------------------------------------------ looking
+
+    async def look(self) -> Page:
+        """The current page, with the tabs line. A tab that hangs is replaced."""
+        page = None
+        for url in (self._start_url, "", ""):  # a start page can hang, too
+            if self.tab.is_gone:
+                await self._replace_tab(url)
+            try:
+                page = await asyncio.wait_for(self._read(), LOOK_S)
+                break
+            except TimeoutError:
+                self.tab.give_up()
+            except Exception:  # the document was replaced
+                await self._settle()
+        if page is None:
+            page = Page(self.addresses.to_public(self.tab.page.url), text="(no page can be shown)")
+        titles = [await self._title(tab) for tab in self._tabs]
+        names = [
+            f"Tab {number}{' (current)' if tab is self.tab else ''}: {title}"
+            for number, (tab, title) in enumerate(zip(self._tabs, titles))
+        ]
+        text = self.addresses.to_public(f"{' | '.join(names)}\n\n{page.text}")
+        return Page(page.url, page.nodes, text)
+
+    async def _read(self) -> Page:
+        url = self.addresses.to_public(self.tab.page.url)
+        num_elements, num_characters = await self.tab.evaluate(_SIZE)
+        if num_elements > MAX_ELEMENTS or num_characters > MAX_CHARACTERS:
+            size = f"{num_elements} elements, {num_characters} characters"
+            return Page(url, text=f"(this page is too large to be shown: {size})")
+        snapshot, tree = await asyncio.gather(
+            self.tab.send("DOMSnapshot.captureSnapshot", computedStyles=[]),
+            self.tab.send("Accessibility.getFullAXTree"),
+        )
+        return read_page(url, tree["nodes"], snapshot, self._max_lines)
+
+    async def _title(self, tab: Tab) -> str:
+        """The browser process knows it, so a tab that hangs is not asked."""
+        with contextlib.suppress(Exception):
+            answer = await asyncio.wait_for(tab.send("Target.getTargetInfo"), 1)
+            tab.title = " ".join(answer["targetInfo"]["title"].split())[:200]
+        return tab.title
+
+    async def _replace_tab(self, url: str) -> None:
+        """Close the current tab, which hangs or is gone, and go to another one. If there is none,
+        open one at `url`."""
+        tab = self.tab
+        self._note(f"The page {tab.problem}, so its tab was closed.")
+        if not tab.page.is_closed():
+            _background(tab.page.close())
+        self._forget(tab)
+        if self._tabs:
+            self._current = self._tabs[-1]
+            return
+        await self._new_tab()
+        if url:
+            with contextlib.suppress(CannotAct):
+                await self._goto(url)
+                await self._settle()
+
+    async def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
+        """For the evaluators: the HTML of the page at `url` ("last": the current one), or the value
+        of the JavaScript expression `locator` there; "" if that fails."""
+        last = self.tab
+        try:
+            if url != "last":
+                await self._new_tab()
+                await self._goto(url)
+                await self._settle()
+            page = self.tab.page
+            with contextlib.suppress(Exception):
+                for script in preparations:
+                    await page.evaluate(f"() => {script}")
+            result = await (page.evaluate(f"() => {locator}") if locator else page.content())
+            return str(result)
+        except Exception:
+            return ""
+        finally:
+            if self._current not in (last, None):
+                await self.tab.page.close()
+            self._current = last
+
+    async def screenshot(self) -> str:
+        """The viewport as a data URL; "" if the page does not answer."""
+        try:
+            image = self.tab.send("Page.captureScreenshot", format="jpeg", quality=40)
+            data = (await asyncio.wait_for(image, ACT_S))["data"]
+        except Exception:
+            return ""
+        return f"data:image/jpeg;base64,{data}"
+
+
+def _background(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Run a coroutine whose result and errors do not matter."""
+
+    async def run() -> None:
+        with contextlib.suppress(Exception):
+            await coroutine
+
+    task = asyncio.ensure_future(run())
+    _tasks.add(task)  # the loop does not keep a reference to its tasks
+    task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Future] = set()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200].removeprefix("Page.goto: ").rstrip(".")
