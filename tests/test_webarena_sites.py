@@ -80,8 +80,11 @@ def test_the_rows_are_the_same_on_every_machine(name, digest, least, tmp_path):
 
 
 def test_the_files_are_built_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path))
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "it's 100% a #1 path?"))
     paths = sites_module.build_masters()
+    for master in open_masters().values():
+        assert master.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
+        master.close()
     times = {path: path.stat().st_mtime_ns for path in paths.values()}
     assert sites_module.build_masters() == paths
     assert {path: path.stat().st_mtime_ns for path in paths.values()} == times
@@ -170,6 +173,20 @@ def test_an_order_takes_what_is_in_the_cart(open_page):
     assert reading.query("shopping", "SELECT * FROM cart") == []
 
 
+def test_the_map_measures_roads(open_page):
+    """A road is a quarter longer than the straight line; a bike rides 15 km in an hour."""
+    reading = open_page(f"{MAP}/route?from=Calder&to=Marsh&travel_by=bike")
+    sql = "SELECT x, y FROM places WHERE name IN ('Calder', 'Marsh')"
+    (x1, y1), (x2, y2) = (tuple(row) for row in reading.query("map", sql))
+    km = round(((x1 - x2) ** 2 + (y1 - y2) ** 2) ** 0.5 * 1.25 / 1000, 1)
+    assert cells(reading) == [f"{km} km", f"{round(km * 60 / 15)} minutes", "bike"]
+    distances = [
+        float(text.split()[0])
+        for text in cells(reading.goto(f"{MAP}/places/calder/nearest?category=bank"))[1::2]
+    ]
+    assert distances == sorted(distances) and len(distances) == 12
+
+
 # ---- accounts
 
 
@@ -238,6 +255,7 @@ def test_pages_of_a_listing_show_each_row_once(open_page):
     names += cells(reading)[::3]
     count = reading.query("map", "SELECT count(*) AS n FROM places WHERE town = 'Calder'")[0]["n"]
     assert len(set(names)) == len(names) == count and num_pages == -(-count // 12) > 2
+    assert reading.goto(f"{MAP}/search?q={'a+' * 3000}").status == 200
     for page in ("0", "-3", "99999999", "x", "²"):
         assert reading.goto(f"{MAP}/search?town=Calder&page={page}").status == 200
 

@@ -6,7 +6,7 @@
 
 All are dicts in WebArena's format, with the keys "task_id", "sites", "start_url", "intent", "eval",
 and more. Addresses contain placeholders such as __SHOPPING__. The sub-task is the site where a task
-starts. Id lists in ids/:
+starts. Id lists in ids/, written once by write_ids.py at commit dbb8f0f:
 
     train, test              372 and 50 of our tasks, in the paper's proportions of the sub-tasks
     template_test            the tasks of a fifth of the templates; train has none of these

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote_plus
 
 from envs.webarena.oracle import Step, anywhere, at, both, holds, shows
-from envs.webarena.sites import PUBLIC, build_masters, connect
+from envs.webarena.sites import PUBLIC, build_masters, connect, read_only
 from envs.webarena.tree import Page
 
 FILE = Path(__file__).with_name("templates.toml")
@@ -85,7 +85,7 @@ def open_all() -> sqlite3.Connection:
     """One connection to the tables of all sites: shop.products, map.places, ..."""
     database = connect(":memory:")
     for name, path in build_masters().items():
-        database.execute(f"ATTACH 'file:{path}?mode=ro&immutable=1' AS {name}")
+        database.execute(f"ATTACH '{read_only(path)}' AS {name}")
     return database
 
 

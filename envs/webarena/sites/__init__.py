@@ -36,9 +36,8 @@ from envs.webarena.sites.engine import Site, money, respond, slug
 from run.files import build_folder, cache_dir
 
 # The first label of a site's host name, before the session's token.
-HOSTS = {"shop": shop.SITE, "cms": admin.SITE, "forum": forum.SITE, "forge": forge.SITE} | {
-    "map": map.SITE
-}
+HOSTS = {"shop": shop.SITE, "cms": admin.SITE, "forum": forum.SITE, "forge": forge.SITE}
+HOSTS["map"] = map.SITE
 SITES = tuple(site.name for site in HOSTS.values())
 PUBLIC = {
     "shopping": "http://onestopmarket.com",
@@ -80,11 +79,13 @@ def connect(address: str) -> sqlite3.Connection:
     return database
 
 
+def read_only(path: Path) -> str:
+    """The address of a database file that nobody changes."""
+    return f"{path.as_uri()}?mode=ro&immutable=1"
+
+
 def open_masters() -> dict[str, sqlite3.Connection]:
-    """Connections that can only read."""
-    return {
-        name: connect(f"file:{path}?mode=ro&immutable=1") for name, path in build_masters().items()
-    }
+    return {name: connect(read_only(path)) for name, path in build_masters().items()}
 
 
 class Session:

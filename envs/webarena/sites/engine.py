@@ -37,6 +37,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 TODAY = "2026-06-15"
 ROWS_PER_PAGE = 12
+MAX_WORDS = 20  # of a search; SQLite limits the depth of an expression
 
 
 Rows = Iterator[tuple[str, tuple]]  # table, values; the value None becomes the row's number
@@ -325,7 +326,8 @@ def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
             values[f"limit{len(tests)}"] = limit
             tests.append(f"{test} :limit{len(tests)}")
 
-    for word in entry("Keyword").split() if listing.search else ():
+    words = entry("Keyword").split() if listing.search else []
+    for word in words[:MAX_WORDS]:
         restrict(f"{listing.search} LIKE", f"%{word}%")
     for label, column, options, test, scale in listing.filters:
         if options:

@@ -96,7 +96,7 @@ SITE.page(
     web.Listing(
         "name /places/{slug}, distance",
         "SELECT b.*, road(a.x, a.y, b.x, b.y) AS meters, "
-        "road(a.x, a.y, b.x, b.y) / 1000.0 || ' km' AS distance FROM places a "
+        "(road(a.x, a.y, b.x, b.y) / 1000.0) || ' km' AS distance FROM places a "
         "JOIN places b ON a.id <> b.id WHERE a.name = :name AND b.category = :category",
         sorts={"Distance": "meters"},
     ),
@@ -111,7 +111,8 @@ SITE.page(
     "From {a} to {b}",
     web.Facts("distance, time, travel_by"),
     ROUTE,
-    row="SELECT a.name AS a, b.name AS b, road(a.x, a.y, b.x, b.y) / 1000.0 || ' km' AS distance, "
+    row="SELECT a.name AS a, b.name AS b, "
+    "(road(a.x, a.y, b.x, b.y) / 1000.0) || ' km' AS distance, "
     "minutes(road(a.x, a.y, b.x, b.y), :travel_by) || ' minutes' AS time "
     "FROM places a JOIN places b ON b.name LIKE :to WHERE a.name LIKE :from",
 )
