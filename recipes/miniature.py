@@ -350,7 +350,7 @@ def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
     written, including the turns of failed episodes."""
     about = path.with_suffix(".about.json")
     if not about.exists():
-        tiers = ("near",) if arm.is_weak else tuple(laboratory.TIERS)
+        tiers = {"near": laboratory.TIERS["near"]} if arm.is_weak else laboratory.TIERS
         mazes = laboratory.SEEDS["train"] if arm.is_weak else laboratory.TEACHER_SEEDS
         count, rng_seed = arm.num_demonstrations, 10_000 + seed
         demonstrations, turns = laboratory.demonstrate(count, rng_seed, tiers, mazes)
@@ -375,7 +375,7 @@ def play_teacher(samples: int = 8) -> Result:
 
     rng, env, rounds = random.Random("the teacher"), BabyAI(), read_json(BASE)["eval_rounds"]
     solved_in: dict[str, list[int]] = {}
-    for index in laboratory.goals(laboratory.SEEDS["held_out"]):
+    for index in laboratory.lists()["held_out"]:
         task_id = f"babyai_{index}"
         error = laboratory.ERROR if laboratory.tier_of(task_id) == "near" else 1.0
         for _ in range(samples):
