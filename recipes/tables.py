@@ -411,6 +411,8 @@ def best_rates(runs: Runs) -> dict[str, str]:
 def rates() -> list[str]:
     runs, titles = runs_of("rates"), "arm | seeds | development, in 16 turns | entropy at the end"
     lines, rows = [], []
+    if not runs:
+        return []
     for arm, results in runs.items():
         entropy = fmean(r["curve"][-1]["policy/entropy"] for r in results)
         rows.append([arm, seeds_in(results), cell(results, development), f"{entropy:.2f}"])
@@ -425,15 +427,8 @@ def rates() -> list[str]:
     if best.keys() < set(HORIZONS):
         return lines
     chosen = {horizon: runs[arm] for horizon, arm in best.items()}
-    reading = reading_of(chosen, "turns")
-    run_spread = spread_in(chosen, reading(ALL_TURNS))
-    arguments = (chosen["stepwise"], chosen["short"], reading(ALL_TURNS), reading(ALL_TURNS))
-    found = 100 * run_spread.detectable(min(map(len, chosen.values())))
-    lines += [
-        f"Primary comparison, {PRIMARY['rates']}: {best['stepwise']} − {best['short']} "
-        f"{compare(*arguments, level_of, run_spread)}. Found with power 0.8: {found:.1f} points.",
-        "",
-    ]
+    reading = reading_of(chosen, "turns")(ALL_TURNS)
+    lines += [*primary("rates", chosen, ("stepwise", "short"), reading), ""]
     pairs = [("stepwise", "short"), ("stepwise", "long"), ("long", "short")]
     for temperature in ("", COOL):
         lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
@@ -442,6 +437,29 @@ def rates() -> list[str]:
     pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN if arm in equal]
     lines += ["Equal turns and equal updates (180), learning rate 1e-4:", ""]
     return [*lines, *comparison(equal, pairs, "turns", ALL_TURNS), "", *by_level(runs, "turns")]
+
+
+def primary(figure_name: str, runs: Runs, pair: tuple[str, str], reading: Reading) -> list[str]:
+    """The comparison that a figure was made for, and how large a difference it could find."""
+    (a, b), run_spread = (runs[arm] for arm in pair), spread_in(runs, reading)
+    difference = compare(a, b, reading, reading, level_of, run_spread)
+    found = 100 * run_spread.detectable(min(len(a), len(b)))
+    text = f"Primary comparison: {PRIMARY[figure_name]}: {difference}."
+    return [f"{text} A true difference of {found:.1f} points would be found with power 0.8."]
+
+
+def imitation() -> list[str]:
+    runs = runs_of("imitation")
+    arms = {arm: runs[arm] for arm in ("practise", "imitate", "filter") if arm in runs}
+    if len(arms) < 3:
+        return []
+    reading = reading_of(arms, "", COOL)(FEW_TURNS)
+    lines = [*primary("imitation", arms, ("practise", "imitate"), reading), ""]
+    pairs = [*from_start(list(arms)), ("practise", "imitate"), ("practise", "filter")]
+    for temperature in ("", COOL):
+        lines += [f"Temperature {temperature or 1}:", ""]
+        lines += [*comparison(arms, pairs, temperature=temperature), ""]
+    return lines[:-1]
 
 
 def plot_rates(path: Path) -> None:
@@ -682,6 +700,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "worlds-methods": default_runs_of_methods,
     "horizons": horizons,
     "rates": rates,
+    "imitation": imitation,
     "widening": widening,
     "noise": noise,
     "controls": controls,
