@@ -408,14 +408,20 @@ def best_rates(runs: Runs) -> dict[str, str]:
     return {h: max(names, key=lambda name: means[name]) for h, names in arms.items() if names}
 
 
+def late_mean(results: Sequence[Result], name: str) -> float:
+    """The mean of a metric over the last sixth of the steps; steps without an update have none."""
+    rows = [row for r in results for row in r["curve"][-len(r["curve"]) // 6 :]]
+    return fmean(row[name] for row in rows if name in row)
+
+
 def rates() -> list[str]:
     runs, titles = runs_of("rates"), "arm | seeds | development, in 16 turns | entropy at the end"
     lines, rows = [], []
     if not runs:
         return []
     for arm, results in runs.items():
-        entropy = fmean(r["curve"][-1]["policy/entropy"] for r in results)
-        rows.append([arm, seeds_in(results), cell(results, development), f"{entropy:.2f}"])
+        entropy = f"{late_mean(results, 'policy/entropy'):.2f}"
+        rows.append([arm, seeds_in(results), cell(results, development), entropy])
     for temperature in ("", COOL):
         reading = reading_of(runs, "turns", temperature)
         for n in (FEW_TURNS, ALL_TURNS):
@@ -427,8 +433,8 @@ def rates() -> list[str]:
     if best.keys() < set(HORIZONS):
         return lines
     chosen = {horizon: runs[arm] for horizon, arm in best.items()}
-    reading = reading_of(chosen, "turns")(ALL_TURNS)
-    lines += [*primary("rates", chosen, ("stepwise", "short"), reading), ""]
+    in_all_turns = reading_of(chosen, "turns")(ALL_TURNS)
+    lines += [*primary("rates", chosen, ("stepwise", "short"), in_all_turns), ""]
     pairs = [("stepwise", "short"), ("stepwise", "long"), ("long", "short")]
     for temperature in ("", COOL):
         lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
