@@ -478,10 +478,14 @@ def plot_rates(path: Path) -> None:
                 reading = reading_of(runs, "turns", temperature)(limit)
                 for horizon, color in zip(HORIZONS, PALETTE, strict=False):
                     arms = [(rate, runs.get(at_rate(horizon, rate), ())) for rate in RATES]
-                    points = [(x, fmean(pooled(rs, reading).values())) for x, rs in arms if rs]
+                    seeds = [(x, [100 * fmean(reading(r).values()) for r in rs]) for x, rs in arms]
+                    points = [(x, fmean(values)) for x, values in seeds if values]
                     label = f"{horizon}, temperature {temperature or 1}"
-                    xs, ys = zip(*points, strict=True)
-                    axis.plot(xs, [100 * y for y in ys], line, color=color, marker="o", label=label)
+                    axis.plot(
+                        *zip(*points, strict=True), line, color=color, marker="o", label=label
+                    )
+                    for x, values in seeds if not temperature else ():  # each run as a small dot
+                        axis.plot([x] * len(values), values, ".", color=color, alpha=0.4)
                 base = start_of(runs)
                 base = tuple(r for r in base if r.get("held_out_at")) if temperature else base
                 first = partial(start, within=limit, temperature=temperature)
@@ -491,6 +495,8 @@ def plot_rates(path: Path) -> None:
                 )
             axis.set_title(f"held-out goals, in {limit} turns")
             axis.set(ylabel="solved, %", xlabel="learning rate", xscale="log")
+            axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+            axis.minorticks_off()
         lines = axes[0].get_legend_handles_labels()
         picture.legend(*lines, loc="outside lower center", ncols=4)
 
