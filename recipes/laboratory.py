@@ -18,7 +18,8 @@ Model        3M parameters and a tokenizer of BabyAI's words. It has imitated th
              24, it has also imitated a more careful teacher, whose random moves it did not imitate
              (tiny-babyai-far).
 
-    python recipes/laboratory.py        writes the id lists in recipes/laboratory/
+    python recipes/laboratory.py             writes the id lists in recipes/laboratory/
+    python recipes/laboratory.py demos.json  writes 1,992 episodes of the careful teacher
 
 Read next: miniature.py, the experiments.
 """
@@ -36,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from data import NAMES, Record  # noqa: E402
 from envs import OracleLost  # noqa: E402
 from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
-from recipes.common import read_json  # noqa: E402
+from recipes.common import read_json, write_json  # noqa: E402
 
 FOLDER = ROOT / "recipes" / "laboratory"
 PROMPT_FILE = FOLDER / "prompt.json"
@@ -49,6 +50,7 @@ TEACHER_SEEDS = range(100, 1000)
 ERROR = 0.3
 MAX_TURNS = 32  # of a demonstration
 CAREFUL = {"error": 0.15, "max_turns": 40, "hides_errors": True}  # how the careful teacher plays
+CAREFUL_SHARES = {"near": 0.3, "middle": 0.3, "far": 0.4}
 
 
 def tier_of(task_id: str) -> str:
@@ -156,6 +158,9 @@ def demonstrate(
 
 
 if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        episodes, _ = demonstrate(1992, 1, LONG, shares=CAREFUL_SHARES, **CAREFUL)
+        write_json(Path(path), episodes)
     for name, indices in lists().items():
         rows = [json.dumps({"item_id": f"babyai_{index}"}) for index in indices]
         (FOLDER / f"{name}.json").write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")

@@ -58,13 +58,14 @@ def start_of(config: Config) -> str:
 def played(model: str, config: Config, out: Path, *options: str) -> dict[str, Any]:
     """The results of evaluate.py at both temperatures, from `out` if they are there already:
     {temperature: {max_rounds, samples, items}}."""
-    if not (out / f"temperature_{TEMPERATURES[-1]}/eval.json").exists():
-        words = ["--env", config.env, "--model", model, "--temperature", *TEMPERATURES]
-        words += ["--max-tokens-per-turn", str(config.max_tokens_per_turn)]
-        run([sys.executable, "evaluate.py", *words, *options, "--out", str(out)])
     results = {}
     for temperature in TEMPERATURES:
-        summary = read_json(out / f"temperature_{temperature}/eval.json")
+        folder = out / f"temperature_{temperature}"
+        if not (folder / "eval.json").exists():
+            words = ["--env", config.env, "--model", model, "--temperature", temperature]
+            words += ["--max-tokens-per-turn", str(config.max_tokens_per_turn)]
+            run([sys.executable, "evaluate.py", *words, *options, "--out", str(folder)])
+        summary = read_json(folder / "eval.json")
         items = {task_id: item["avg"] for task_id, item in summary["items"].items()}
         results[temperature] = {n: summary[n] for n in ("max_rounds", "samples")} | {"items": items}
     return results
@@ -81,7 +82,7 @@ def evaluate_start(env: str, folder: Path) -> None:
     config = checked(default_options(env))
     model, out = start_of(config), RUNS / f"start-{env}"
     limits = ["--max-rounds", str(max(config.rounds))]
-    limits += ["--max-trajectory-tokens", str(config.max_trajectory_tokens), "--samples", "8"]
+    limits += ["--max-trajectory-tokens", str(config.max_trajectory_tokens), "--samples", "4"]
     train = played(model, config, out / "train", "--tasks", str(config.tasks), *limits)
     test = published(model, config, out / "test")
     write_json(folder / f"start-{env}.json", {"env": env, "train": train, "test": test})
