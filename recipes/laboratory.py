@@ -49,11 +49,8 @@ SEEDS = {"train": range(40), "held_out": range(40, 70), "development": range(70,
 TEACHER_SEEDS = range(100, 1000)
 ERROR = 0.3
 MAX_TURNS = 32  # of a demonstration
-CAREFUL: dict[str, Any] = {
-    "error": 0.15,
-    "max_turns": 40,
-    "hides_errors": True,
-}  # how the careful teacher plays
+# How the careful teacher plays
+CAREFUL: dict[str, Any] = {"error": 0.15, "max_turns": 40, "hides_errors": True}
 CAREFUL_SHARES = {"near": 0.3, "middle": 0.3, "far": 0.4}
 
 

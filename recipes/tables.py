@@ -74,7 +74,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "RESULTS.md", "recipes/results/memory.md")
 COLORS = {"textcraft": "#3a8f5c", "babyai": "#4c78a8", "sciworld": "#d9822b", "searchqa": "#cc79a7"}
 TASKS = {
-    "textcraft": "TextCraft, new families of goals",
+    "textcraft": "TextCraft (a former default), new families of goals",
     "babyai": "BabyAI GoTo and Pickup, new seeds",
     "sciworld": "SciWorld, test variations",
     "searchqa": "SearchQA one hop, new countries",
