@@ -6,17 +6,20 @@ Environment  13 levels of BabyAI in three tiers, by the number of turns the orac
                  middle   3 to 10    doors in order, put next to, a key in a box (at most 16)
                  far      8 to 16    unlock a door with a key that is somewhere else (at most 20)
 
-             A level generates a maze from a seed. Seeds 0 to 39 are for training, 40 to 54 are held
-             out, 70 to 74 are for choosing settings (development), and the teacher demonstrates
-             seeds 100 to 999. The teacher also demonstrates
-             levels 22, 27 and 29, on which RL does not train, because all eight samples of a group
-             fail there.
+             A level generates a maze from a seed. Seeds 0 to 39 are for training, 40 to 69 are held
+             out, 70 to 79 are for choosing settings (development), and the teacher demonstrates
+             seeds 100 to 999. The teacher also demonstrates levels 22, 27 and 29. Experiments with
+             up to 16 turns do not train on them, because all eight samples of a group fail there;
+             those with up to 24 turns train on 27 and 29, but not on 8, 21 and 22.
 Teacher      the oracle with three moves in ten replaced by random available actions. A model that
              imitates it makes as many errors, so it fails more often if the horizon is short.
 Model        3M parameters and a tokenizer of BabyAI's words. It has imitated the teacher for one
-             epoch (recipes/starts/tiny-babyai, 6 MB) and writes only the action.
+             epoch (recipes/starts/tiny-babyai, 6 MB) and writes only the action. For horizons up to
+             24, it has also imitated a more careful teacher, whose random moves it did not imitate
+             (tiny-babyai-far).
 
-    python recipes/laboratory.py        writes the id lists in recipes/laboratory/
+    python recipes/laboratory.py             writes the id lists in recipes/laboratory/
+    python recipes/laboratory.py demos.json  writes 1,992 episodes of the careful teacher
 
 Read next: miniature.py, the experiments.
 """
@@ -24,7 +27,7 @@ Read next: miniature.py, the experiments.
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +37,21 @@ sys.path.insert(0, str(ROOT))
 from data import NAMES, Record  # noqa: E402
 from envs import OracleLost  # noqa: E402
 from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
-from recipes.common import read_json  # noqa: E402
+from recipes.common import read_json, write_json  # noqa: E402
 
 FOLDER = ROOT / "recipes" / "laboratory"
 PROMPT_FILE = FOLDER / "prompt.json"
 TIERS = {"near": (1, 2, 4, 9, 19, 30), "middle": (8, 15, 21, 22, 26), "far": (27, 29)}
 PLAYED = {"near": TIERS["near"], "middle": (8, 15, 21, 26)}  # in training and evaluation
+LONG = {"near": TIERS["near"], "middle": (15, 26), "far": TIERS["far"]}  # with 24 turns
 SHARES = {"near": 0.35, "middle": 0.4, "far": 0.25}  # of the teacher's episodes
-SEEDS = {"train": range(40), "held_out": range(40, 55), "development": range(70, 75)}
-LISTS = {  # the committed id lists
-    "train": SEEDS["train"],
-    "held_out": SEEDS["held_out"],
-    "evaluated": (*SEEDS["held_out"], *SEEDS["development"]),
-}
+SEEDS = {"train": range(40), "held_out": range(40, 70), "development": range(70, 80)}
 TEACHER_SEEDS = range(100, 1000)
 ERROR = 0.3
 MAX_TURNS = 32  # of a demonstration
+# How the careful teacher plays
+CAREFUL: dict[str, Any] = {"error": 0.15, "max_turns": 40, "hides_errors": True}
+CAREFUL_SHARES = {"near": 0.3, "middle": 0.3, "far": 0.4}
 
 
 def tier_of(task_id: str) -> str:
@@ -62,6 +64,27 @@ def tier_of(task_id: str) -> str:
     return next(tier for tier, numbers in TIERS.items() if number in numbers)
 
 
+def goals(part: str, tiers: Mapping[str, Sequence[int]], **counts: int) -> list[int]:
+    """Task indices of the first `counts[tier]` seeds of the tier's levels, seed by seed."""
+    levels = [(number, counts[tier]) for tier, numbers in tiers.items() for number in numbers]
+    seeds = enumerate(SEEDS[part])
+    return [task_index_of(n, seed) for k, seed in seeds for n, count in levels if k < count]
+
+
+def lists() -> dict[str, list[int]]:
+    """The committed id lists. `long_*` are for horizons up to 24; a third of their goals is far."""
+    held_out = goals("held_out", PLAYED, near=15, middle=15)
+    long_held_out = goals("held_out", LONG, near=8, middle=15, far=30)
+    development = goals("development", LONG, near=2, middle=5, far=10)
+    return {
+        "train": goals("train", PLAYED, near=40, middle=40),
+        "held_out": held_out,
+        "evaluated": held_out + goals("development", PLAYED, near=5, middle=5),
+        "long_train": goals("train", LONG, near=20, middle=20, far=40),
+        "long_evaluated": long_held_out + development,
+    }
+
+
 def is_held_out(task_id: str) -> bool:
     """Whether a task's maze is held out, and not one for choosing settings.
 
@@ -69,12 +92,6 @@ def is_held_out(task_id: str) -> bool:
     (True, False)
     """
     return level_and_seed(int(task_id.rpartition("_")[2]))[1] in SEEDS["held_out"]
-
-
-def goals(seeds: Sequence[int]) -> list[int]:
-    """Task indices of the PLAYED levels, seed by seed."""
-    numbers = [number for levels in PLAYED.values() for number in levels]
-    return [task_index_of(number, seed) for seed in seeds for number in numbers]
 
 
 def play(
@@ -112,29 +129,40 @@ def play(
 def demonstrate(
     count: int,
     seed: int = 0,
-    tiers: Sequence[str] = tuple(TIERS),
+    tiers: Mapping[str, Sequence[int]] = TIERS,
     seeds: Sequence[int] = TEACHER_SEEDS,
+    shares: Mapping[str, float] = SHARES,
+    **style: Any,
 ) -> tuple[list[Record], int]:
-    """`count` successful episodes, and the number of turns played, including failed episodes."""
+    """`count` successful episodes, and the number of turns played, including failed episodes.
+
+    Args:
+        style: further arguments of `play`.
+    """
     from envs.babyai.env import BabyAI
 
     rng, env = random.Random(seed), BabyAI()
     demonstrations: list[Record] = []
     num_turns = 0
     while len(demonstrations) < count:
-        (tier,) = rng.choices(tiers, [SHARES[tier] for tier in tiers])
-        index = task_index_of(rng.choice(TIERS[tier]), rng.choice(seeds))
+        (tier,) = rng.choices(list(tiers), [shares[tier] for tier in tiers])
+        index = task_index_of(rng.choice(tiers[tier]), rng.choice(seeds))
         try:
-            episode, success = play(env, index, rng)
+            episode, success = play(env, index, rng, **style)
         except OracleLost:
             continue
-        num_turns += sum(turn["from"] == "gpt" for turn in episode["conversations"])
-        demonstrations += [episode] if success else []
+        answers = [turn for turn in episode["conversations"] if turn["from"] == "gpt"]
+        num_turns += len(answers)
+        if success and any(answer["loss"] for answer in answers):
+            demonstrations.append(episode)
     return demonstrations, num_turns
 
 
 if __name__ == "__main__":
-    for name, seeds in LISTS.items():
-        rows = [json.dumps({"item_id": f"babyai_{index}"}) for index in goals(seeds)]
+    for path in sys.argv[1:]:
+        episodes, _ = demonstrate(1992, 1, LONG, shares=CAREFUL_SHARES, **CAREFUL)
+        write_json(Path(path), episodes)
+    for name, indices in lists().items():
+        rows = [json.dumps({"item_id": f"babyai_{index}"}) for index in indices]
         (FOLDER / f"{name}.json").write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
         print(f"{FOLDER / name}.json: {len(rows)} tasks")

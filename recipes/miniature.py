@@ -20,8 +20,9 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -46,7 +47,8 @@ BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = COMMITTED / "miniature"
 RUNS = Path("runs/miniature")
 SEEDS = (0, 1, 2)
-NOISE_SEEDS = (0, 1, 2, 3, 4)
+FIVE_SEEDS = (0, 1, 2, 3, 4)
+FEW, MANY = 4, 24  # turns in which a pilot has to solve a maze
 PILOT_SEED = 9  # seed of the runs that choose a learning rate by success on training goals
 RATES = (3e-5, 1e-4, 3e-4)
 HORIZONS = ("short", "long", "stepwise")
@@ -175,14 +177,6 @@ ARMS |= {
 OFTEN = ("long-often", "stepwise-often")
 
 
-def imitation(rate: float, seeds: tuple[int, ...] = SEEDS) -> Arm:
-    """`imitation` with another learning rate."""
-    options = (*ARMS["imitation"].options, "--learning-rate", f"{rate:g}", *TWICE)
-    return replace(ARMS["imitation"], options=options, seeds=seeds)
-
-
-IMITATION_RATES = (1e-4, 3e-4, 1e-3)
-ARMS |= {f"imitate-{rate:g}": imitation(rate, (PILOT_SEED,)) for rate in IMITATION_RATES}
 ARMS |= {
     "practise": replace(ARMS["rl"], options=(*ARMS["rl"].options, *TWICE)),
     # Imitates the policy's own successes in every 60 goals; plays as many episodes as `practise`.
@@ -195,13 +189,74 @@ ARMS |= {
         is_weak=True,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An arm whose learning rate is chosen by pilots: the rate that solves the most mazes for
+    choosing settings, in at most `within` turns."""
+
+    make: Callable[[float], Arm]
+    rates: tuple[float, ...]
+    within: int
+    seeds: tuple[int, ...]
+
+
+def imitation(rate: float) -> Arm:
+    options = (*ARMS["imitation"].options, "--learning-rate", f"{rate:g}", *TWICE)
+    return replace(ARMS["imitation"], options=options)
+
+
+# Goals of which a third are far, with horizons of up to 24 turns, and the paper's KL loss.
+LONG_GOALS = (
+    *("--model", "recipes/starts/tiny-babyai-far", "--tasks", "recipes/laboratory/long_train.json"),
+    *("--eval-tasks", "recipes/laboratory/long_evaluated.json", "--eval-rounds", "24"),
+    *("--max-trajectory-tokens", "3456", "--kl-loss-coef", "1e-3", "--eval-start-samples", "1"),
+    *("--eval-temperatures", "1", "0.3"),
+)
+CAPS: dict[str, tuple[tuple[str, ...], int]] = {  # options and steps, for about 36,000 turns
+    "cap8": (("--rounds", "8", "--eval-every", "48"), 96),
+    "cap24": (("--rounds", "24", "--eval-every", "22"), 44),
+    "grow": (
+        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "8", "12", "24")
+        + ("--steps-scaling-inter", "21", "--eval-every", "21"),
+        63,
+    ),
+    "shrink": (
+        ("--rounds-scheduler", "stepwise", "--rounds", "24", "12", "8")
+        + ("--steps-scaling-inter", "21", "--eval-every", "21"),
+        63,
+    ),
+}
+
+
+def long_arm(cap: str, rate: float) -> Arm:
+    options, steps = CAPS[cap]
+    return Arm((*LONG_GOALS, *options, *rate_options("grpo", rate)), steps=steps)
+
+
+CHOICES = {"imitate": Choice(imitation, (1e-4, 3e-4, 1e-3), FEW, SEEDS)}
+CHOICES |= {cap: Choice(partial(long_arm, cap), (3e-5, 1e-4), MANY, FIVE_SEEDS) for cap in CAPS}
+ARMS |= {
+    at_rate(name, rate): replace(choice.make(rate), seeds=(PILOT_SEED,))
+    for name, choice in CHOICES.items()
+    for rate in choice.rates
+}
+
+
+def pilots_of(name: str) -> tuple[str, ...]:
+    return tuple(at_rate(name, rate) for rate in CHOICES[name].rates)
+
+
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
 FIGURES: dict[str, tuple[str, ...]] = {
     "horizons": ("short", "long", "stepwise"),  # does a longer horizon help?
     # does the learning rate decide which horizon is best, or the number of updates?
     "rates": (*(at_rate(name, rate) for rate in RATES for name in HORIZONS), *OFTEN),
     # RL against imitation of a weak teacher and of one's own successes; imitation at its best rate
-    "imitation": ("practise", *(f"imitate-{r:g}" for r in IMITATION_RATES), "imitate", "filter"),
+    "imitation": ("practise", *pilots_of("imitate"), "imitate", "filter"),
+    # is there a regime in which it helps to grow the horizon?
+    "growth": (*(arm for cap in CAPS for arm in pilots_of(cap)), *CAPS),
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -218,6 +273,9 @@ PRIMARY = {
     "rates": "stepwise minus short, each at the rate that solves most development mazes in 16 "
     "turns (mean of three seeds), on held-out mazes in 16 turns, temperature 1, equal turns",
     "imitation": "practise minus imitate, on held-out mazes in 4 turns at the end, temperature 0.3",
+    "growth": "grow minus cap24, each at the rate of its pilots, on held-out far mazes in 24 "
+    "turns, temperature 1, equal turns, five seeds. After two seeds: unless cap8 is 8 points below "
+    "cap24 there, these goals do not need the long horizon, and the figure needs other goals",
 }
 
 
@@ -252,19 +310,15 @@ def chosen_rate(algorithm: str, results: Results) -> float | None:
     return max(scores, key=lambda rate: scores[rate])
 
 
-def best_imitation_rate(results: Results) -> float | None:
-    """The rate whose pilot solves most development mazes in 4 turns; None until all are done."""
-    scores = {}
-    for rate in IMITATION_RATES:
-        result = results.get((f"imitate-{rate:g}", PILOT_SEED))
-        if result is None:
+def best_rate(name: str, results: Results) -> float | None:
+    """The rate of a `Choice`; None until its pilots are done."""
+    choice, scores = CHOICES[name], dict[float, int]()
+    for rate, arm in zip(choice.rates, pilots_of(name), strict=True):
+        if (arm, PILOT_SEED) not in results:
             return None
-        scores[rate] = num_solved(result["held_out"][-1]["development"])
+        solved_in = results[arm, PILOT_SEED]["held_out"][-1]["development"].values()
+        scores[rate] = sum(0 < turns <= choice.within for samples in solved_in for turns in samples)
     return max(scores, key=lambda rate: scores[rate])
-
-
-def num_solved(solved_in: Mapping[str, Sequence[int]], within: int = 4) -> int:
-    return sum(0 < turns <= within for samples in solved_in.values() for turns in samples)
 
 
 def pilot_score(result: Result) -> float:
@@ -278,16 +332,18 @@ def arm_of(name: str, results: Results) -> Arm | None:
     until they have run."""
     if name in ARMS:
         return ARMS[name]
-    if name == "imitate":
-        best = best_imitation_rate(results)
-        return None if best is None else imitation(best)
+    if name in CHOICES:
+        best = best_rate(name, results)
+        return None if best is None else CHOICES[name].make(best)
     rate = chosen_rate(name, results)
     return None if rate is None else Arm((*SHORT, *rate_options(name, rate)), steps=SHORT_STEPS)
 
 
 def seeds_of(figure: str, name: str) -> tuple[int, ...]:
     if figure == "noise":
-        return NOISE_SEEDS
+        return FIVE_SEEDS
+    if name in CHOICES:
+        return CHOICES[name].seeds
     return ARMS[name].seeds if name in ARMS else SEEDS
 
 
@@ -350,7 +406,7 @@ def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
     written, including the turns of failed episodes."""
     about = path.with_suffix(".about.json")
     if not about.exists():
-        tiers = ("near",) if arm.is_weak else tuple(laboratory.TIERS)
+        tiers = {"near": laboratory.TIERS["near"]} if arm.is_weak else laboratory.TIERS
         mazes = laboratory.SEEDS["train"] if arm.is_weak else laboratory.TEACHER_SEEDS
         count, rng_seed = arm.num_demonstrations, 10_000 + seed
         demonstrations, turns = laboratory.demonstrate(count, rng_seed, tiers, mazes)
@@ -375,7 +431,7 @@ def play_teacher(samples: int = 8) -> Result:
 
     rng, env, rounds = random.Random("the teacher"), BabyAI(), read_json(BASE)["eval_rounds"]
     solved_in: dict[str, list[int]] = {}
-    for index in laboratory.goals(laboratory.SEEDS["held_out"]):
+    for index in laboratory.lists()["held_out"]:
         task_id = f"babyai_{index}"
         error = laboratory.ERROR if laboratory.tier_of(task_id) == "near" else 1.0
         for _ in range(samples):

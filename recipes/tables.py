@@ -74,7 +74,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "RESULTS.md", "recipes/results/memory.md")
 COLORS = {"textcraft": "#3a8f5c", "babyai": "#4c78a8", "sciworld": "#d9822b", "searchqa": "#cc79a7"}
 TASKS = {
-    "textcraft": "TextCraft, new families of goals",
+    "textcraft": "TextCraft (a former default), new families of goals",
     "babyai": "BabyAI GoTo and Pickup, new seeds",
     "sciworld": "SciWorld, test variations",
     "searchqa": "SearchQA one hop, new countries",
@@ -408,12 +408,20 @@ def best_rates(runs: Runs) -> dict[str, str]:
     return {h: max(names, key=lambda name: means[name]) for h, names in arms.items() if names}
 
 
+def late_mean(results: Sequence[Result], name: str) -> float:
+    """The mean of a metric over the last sixth of the steps; steps without an update have none."""
+    rows = [row for r in results for row in r["curve"][-len(r["curve"]) // 6 :]]
+    return fmean(row[name] for row in rows if name in row)
+
+
 def rates() -> list[str]:
     runs, titles = runs_of("rates"), "arm | seeds | development, in 16 turns | entropy at the end"
     lines, rows = [], []
+    if not runs:
+        return []
     for arm, results in runs.items():
-        entropy = fmean(r["curve"][-1]["policy/entropy"] for r in results)
-        rows.append([arm, seeds_in(results), cell(results, development), f"{entropy:.2f}"])
+        entropy = f"{late_mean(results, 'policy/entropy'):.2f}"
+        rows.append([arm, seeds_in(results), cell(results, development), entropy])
     for temperature in ("", COOL):
         reading = reading_of(runs, "turns", temperature)
         for n in (FEW_TURNS, ALL_TURNS):
@@ -425,15 +433,8 @@ def rates() -> list[str]:
     if best.keys() < set(HORIZONS):
         return lines
     chosen = {horizon: runs[arm] for horizon, arm in best.items()}
-    reading = reading_of(chosen, "turns")
-    run_spread = spread_in(chosen, reading(ALL_TURNS))
-    arguments = (chosen["stepwise"], chosen["short"], reading(ALL_TURNS), reading(ALL_TURNS))
-    found = 100 * run_spread.detectable(min(map(len, chosen.values())))
-    lines += [
-        f"Primary comparison, {PRIMARY['rates']}: {best['stepwise']} − {best['short']} "
-        f"{compare(*arguments, level_of, run_spread)}. Found with power 0.8: {found:.1f} points.",
-        "",
-    ]
+    in_all_turns = reading_of(chosen, "turns")(ALL_TURNS)
+    lines += [*primary("rates", chosen, ("stepwise", "short"), in_all_turns), ""]
     pairs = [("stepwise", "short"), ("stepwise", "long"), ("long", "short")]
     for temperature in ("", COOL):
         lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
@@ -442,6 +443,29 @@ def rates() -> list[str]:
     pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN if arm in equal]
     lines += ["Equal turns and equal updates (180), learning rate 1e-4:", ""]
     return [*lines, *comparison(equal, pairs, "turns", ALL_TURNS), "", *by_level(runs, "turns")]
+
+
+def primary(figure_name: str, runs: Runs, pair: tuple[str, str], reading: Reading) -> list[str]:
+    """The comparison that a figure was made for, and how large a difference it could find."""
+    (a, b), run_spread = (runs[arm] for arm in pair), spread_in(runs, reading)
+    difference = compare(a, b, reading, reading, level_of, run_spread)
+    found = 100 * run_spread.detectable(min(len(a), len(b)))
+    text = f"Primary comparison: {PRIMARY[figure_name]}: {difference}."
+    return [f"{text} A true difference of {found:.1f} points would be found with power 0.8."]
+
+
+def imitation() -> list[str]:
+    runs = runs_of("imitation")
+    arms = {arm: runs[arm] for arm in ("practise", "imitate", "filter") if arm in runs}
+    if len(arms) < 3:
+        return []
+    reading = reading_of(arms, "", COOL)(FEW_TURNS)
+    lines = [*primary("imitation", arms, ("practise", "imitate"), reading), ""]
+    pairs = [*from_start(list(arms)), ("practise", "imitate"), ("practise", "filter")]
+    for temperature in ("", COOL):
+        lines += [f"Temperature {temperature or 1}:", ""]
+        lines += [*comparison(arms, pairs, temperature=temperature), ""]
+    return lines[:-1]
 
 
 def plot_rates(path: Path) -> None:
@@ -454,10 +478,14 @@ def plot_rates(path: Path) -> None:
                 reading = reading_of(runs, "turns", temperature)(limit)
                 for horizon, color in zip(HORIZONS, PALETTE, strict=False):
                     arms = [(rate, runs.get(at_rate(horizon, rate), ())) for rate in RATES]
-                    points = [(x, fmean(pooled(rs, reading).values())) for x, rs in arms if rs]
+                    seeds = [(x, [100 * fmean(reading(r).values()) for r in rs]) for x, rs in arms]
+                    points = [(x, fmean(values)) for x, values in seeds if values]
                     label = f"{horizon}, temperature {temperature or 1}"
-                    xs, ys = zip(*points, strict=True)
-                    axis.plot(xs, [100 * y for y in ys], line, color=color, marker="o", label=label)
+                    axis.plot(
+                        *zip(*points, strict=True), line, color=color, marker="o", label=label
+                    )
+                    for x, values in seeds if not temperature else ():  # each run as a small dot
+                        axis.plot([x] * len(values), values, ".", color=color, alpha=0.4)
                 base = start_of(runs)
                 base = tuple(r for r in base if r.get("held_out_at")) if temperature else base
                 first = partial(start, within=limit, temperature=temperature)
@@ -467,6 +495,8 @@ def plot_rates(path: Path) -> None:
                 )
             axis.set_title(f"held-out goals, in {limit} turns")
             axis.set(ylabel="solved, %", xlabel="learning rate", xscale="log")
+            axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+            axis.minorticks_off()
         lines = axes[0].get_legend_handles_labels()
         picture.legend(*lines, loc="outside lower center", ncols=4)
 
@@ -682,6 +712,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "worlds-methods": default_runs_of_methods,
     "horizons": horizons,
     "rates": rates,
+    "imitation": imitation,
     "widening": widening,
     "noise": noise,
     "controls": controls,

@@ -95,8 +95,7 @@ def test_every_preset_fits_every_environment_and_short_lists_do_not_overlap(env)
         assert complete(config) == config, "completing is idempotent, as resuming needs"
     train_tasks, held_out = tasks_of(config), held_out_tasks(config)
     assert not {t.task_id for t in train_tasks} & {t.task_id for t in held_out}
-    new_tasks = [t for t in held_out if t.subtask not in {task.subtask for task in train_tasks}]
-    assert [t.subtask for t in new_tasks] == (["depth 3"] if env == "textcraft" else [])
+    assert {t.subtask for t in held_out} <= {t.subtask for t in train_tasks}
     assert len(train_tasks) > len(held_out) > 40
 
 
@@ -301,7 +300,7 @@ def test_options_without_effect_are_noted(argv, flags):
 def test_probable_mistakes_are_noted(folder):
     for argv, words in (
         (f"{STEPWISE} --rounds 2 4 --steps 100", "the last of --rounds begins only after step 100"),
-        ("--split train --eval-tasks short_test", "85 of the 129 held-out tasks are also trained"),
+        ("--split train --eval-tasks short_test", "49 of the 84 held-out tasks are also trained"),
     ):
         (line,) = notes(parse_and_check(f"--model tiny {argv}"))
         assert words in line

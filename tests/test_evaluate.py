@@ -67,17 +67,21 @@ def test_an_evaluation_of_a_local_model_writes_all_results(env_url, tmp_path, ca
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([{"item_id": "textcraft_0"}, {"item_id": "textcraft_40"}]))
     options = "--model tiny --deterministic --samples 2 --max-rounds 2 --max-tokens-per-turn 8"
+    options += " --temperature 1 0.5"
     arguments = [*options.split(), "--tasks", str(ids), "--env-addr", env_url]
     results = []
     for name in ("a", "b"):
         assert main([*arguments, "--out", str(tmp_path / name)]) == 0
-        lines = (tmp_path / name / "trajectories.jsonl").read_text().splitlines()
+        hot, cool = (tmp_path / name / f"temperature_{t}" for t in ("1", "0.5"))
+        assert json.loads((cool / "eval.json").read_text())["temperature"] == 0.5
+        lines = (hot / "trajectories.jsonl").read_text().splitlines()
         rows = sorted((json.loads(line) for line in lines), key=lambda r: r["trajectory_id"])
         results.append([(row["trajectory_id"], row["input_ids"]) for row in rows])
     assert len(results[0]) == 4
     assert results[0] == results[1]  # --deterministic
     assert results[0][0][1] != results[0][1][1]  # but two samples of a task differ
-    assert main(["--compare", str(tmp_path / "a/eval.json"), str(tmp_path / "b/eval.json")]) == 0
+    pair = [str(tmp_path / name / "temperature_1/eval.json") for name in ("a", "b")]
+    assert main(["--compare", *pair]) == 0
     assert "+0.0 points" in capsys.readouterr().out
 
 

@@ -57,7 +57,7 @@ def run_dir(tmp_path_factory):
     """A run with all features on: PPO, KL in reward and loss, evaluation, states."""
     tmp_path = tmp_path_factory.mktemp("full")
     held_out = write_ids(tmp_path / "held_out.json", num_tasks=2)
-    SolvedLater.num_played = 0
+    SolvedLater.num_played = -2  # the evaluation at the second temperature, before step 1
     with serve(SolvedLater) as url:
         code, path = run_in_process(
             tmp_path,
@@ -72,6 +72,7 @@ def run_dir(tmp_path_factory):
             eval_every=1,
             eval_samples=1,
             eval_tasks=held_out,
+            eval_temperatures=(1.0, 0.3),
             record_state=True,
             task_sampling="uncertain",
         )
@@ -86,6 +87,8 @@ def test_a_run_directory_contains_all_files_of_the_contract(run_dir):
     expected |= {f"trajectories/step_{step}.jsonl" for step in steps}
     expected |= {f"trajectories/eval_{step}.jsonl" for step in ["000000", *steps]}
     expected |= {f"eval/step_{step}.json" for step in ["000000", *steps]}
+    expected |= {f"trajectories/eval_{step}_temperature_0.3.jsonl" for step in steps}
+    expected |= {f"eval/temperature_0.3/step_{step}.json" for step in steps}
     assert expected <= names
     hidden = {Path(name).name for name in names if Path(name).name.startswith(".")}
     assert hidden <= {".lock", ".metadata"}  # the latter is torch's index of a checkpoint
@@ -94,6 +97,8 @@ def test_a_run_directory_contains_all_files_of_the_contract(run_dir):
     assert (config["config"]["kl_target"], config["config"]["rounds"]) == (0.01, [2])
     summary = json.loads((run_dir / "eval/step_000003.json").read_text())
     assert set(summary["overall"]["avg"]) == {"value", "low", "high", "items"}
+    cool = json.loads((run_dir / "eval/temperature_0.3/step_000003.json").read_text())
+    assert (summary["temperature"], cool["temperature"]) == (1.0, 0.3)
 
 
 def test_the_best_checkpoint_is_kept_with_the_newest_and_linked(run_dir):
