@@ -158,7 +158,7 @@ def requests_of(
     tasks: Sequence[Task],
     config: Config,
     horizons: Mapping[str, int],
-    outcomes: TaskOutcomes | None,
+    outcomes: TaskOutcomes | None = None,
 ) -> list[RolloutRequest]:
     """The step's rollout requests: `rollout.draw_requests`, a pure function of the step and of the
     outcomes so far, if they are counted."""
