@@ -54,10 +54,12 @@ from recipes.evidence import (  # noqa: E402
     spread,
     start,
 )
-from recipes.laboratory import PLAYED, tier_of  # noqa: E402
+from recipes.laboratory import PLAYED, TIERS, tier_of  # noqa: E402
 from recipes.miniature import (  # noqa: E402
+    CAPS,
     ESTIMATORS,
     HORIZONS,
+    MANY,
     OFTEN,
     PILOT_SEED,
     PRIMARY,
@@ -233,7 +235,7 @@ def plot_worlds(path: Path) -> None:
 
 Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
 FEW_TURNS, ALL_TURNS = 4, 16  # the short training horizon; the horizon of every evaluation
-TURN_LIMITS = (FEW_TURNS, 8, ALL_TURNS)
+LIMITS = {ALL_TURNS: (FEW_TURNS, 8, ALL_TURNS), 24: (8, 12, 24)}  # by the evaluation's horizon
 LEARNERS = ("rl", "imitation", "filtered")
 SAMPLES = 2  # of each goal in an evaluation
 COOL = "0.3"  # the second temperature of evaluations
@@ -268,8 +270,8 @@ def start_of(runs: Runs) -> tuple[Result, ...]:
     return starts(trained["config"]["model"])
 
 
-def in_tier(reading: Reading, tier: str) -> Reading:
-    return only(reading, lambda task_id: tier_of(task_id) == tier)
+def in_tier(tier: str) -> Callable[[str], bool]:
+    return lambda task_id: tier_of(task_id) == tier
 
 
 def reading_of(runs: Runs, unit: str, temperature: str = "") -> Callable[[float], Reading]:
@@ -283,18 +285,24 @@ def reading_of(runs: Runs, unit: str, temperature: str = "") -> Callable[[float]
 
 def spread_in(runs: Runs, reading: Reading) -> Spread:
     """The spread of the runs in a figure, without arms that collapsed, whose spread is another."""
-    base = fmean(pooled(start_of(runs), partial(start, within=ALL_TURNS)).values())
-    whole = partial(end, within=ALL_TURNS)
+    base = fmean(pooled(start_of(runs), start).values())
     trained = [results for results in runs.values() if results[0]["curve"]]
-    alive = [arm for arm in trained if fmean(pooled(arm, whole).values()) > base / 2]
+    alive = [arm for arm in trained if fmean(pooled(arm, end).values()) > base / 2]
     return spread(alive, reading, SAMPLES)
+
+
+def limits_of(runs: Runs) -> tuple[int, ...]:
+    """The numbers of turns within which a table counts success; the last one is the horizon of
+    the evaluations."""
+    trained = next(r for results in runs.values() for r in results if r["curve"])
+    return LIMITS[trained["config"]["eval_rounds"]]
 
 
 def comparison(
     runs: Runs,
     pairs: Sequence[tuple[str, str]],
     unit: str = "",
-    tier_limit: int = FEW_TURNS,
+    tiers_in_all_turns: bool = False,
     temperature: str = "",
 ) -> list[str]:
     """Two tables: the success of each arm, and its differences from its start and other arms.
@@ -303,8 +311,11 @@ def comparison(
         pairs: (arm, the arm to subtract or "its start").
         unit: compare runs at the largest budget in this unit that all of them reach; with "", at
             their ends.
-        tier_limit: maximum turns in which a goal counts as solved in the columns by tier.
+        tiers_in_all_turns: the columns by tier count success in the most turns, not the fewest.
     """
+    limits = limits_of(runs)
+    few, most = limits[0], limits[-1]
+    tier_limit = most if tiers_in_all_turns else few
     reading, before = reading_of(runs, unit, temperature), start_of(runs)
     if temperature:
         before = tuple(r for r in before if r.get("held_out_at"))
@@ -312,11 +323,17 @@ def comparison(
     def first(limit: int) -> Reading:
         return partial(start, within=limit, temperature=temperature)
 
-    rows = [state_row("start", before, first, tier_limit, None)]
-    rows += [state_row(arm, rs, reading, tier_limit, runs) for arm, rs in runs.items()]
-    titles = "arm | seeds | " + " | ".join(f"in {n} turns" for n in TURN_LIMITS)
-    titles += f" | over seeds, in {FEW_TURNS} | over seeds, in {ALL_TURNS}"
-    titles += "".join(f" | {tier}, in {tier_limit}" for tier in PLAYED)
+    tiers = [t for t in TIERS if only(first(most), in_tier(t))(before[0])]
+    rows = [["start", f"{len(before)} evaluations"], *([arm, seeds_in(runs[arm])] for arm in runs)]
+    for row, (rs, f) in zip(
+        rows, [(before, first), *((rs, reading) for rs in runs.values())], strict=True
+    ):
+        row += [cell(rs, f(n)) for n in limits]
+        row += [over_seeds(runs, rs, f(n)) if f is reading else "" for n in (few, most)]
+        row += [cell(rs, only(f(tier_limit), in_tier(tier))) for tier in tiers]
+    titles = "arm | seeds | " + " | ".join(f"in {n} turns" for n in limits)
+    titles += f" | over seeds, in {few} | over seeds, in {most}"
+    titles += "".join(f" | {tier}, in {tier_limit}" for tier in tiers)
     every = [result for results in runs.values() for result in results]
     lines = []
     if unit:
@@ -326,7 +343,7 @@ def comparison(
     gains = []
     for arm, baseline in pairs:
         cells = []
-        for n in (FEW_TURNS, ALL_TURNS):
+        for n in (few, most):
             base = (runs[baseline], reading(n)) if baseline in runs else (before, first(n))
             run_spread = spread_in(runs, reading(n))
             cells.append(
@@ -341,9 +358,10 @@ def comparison(
                 )
             )
         gains.append((f"{arm} − {baseline}", *cells))
-    titles = f"difference, points | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
-    kinds = f"{len({level_of(i) for i in reading(ALL_TURNS)(every[0])})} levels"
-    note = f"{len(reading(ALL_TURNS)(every[0]))} goals of {kinds}; {commits_of(every)}."
+    titles = f"difference, points | in {few} turns | in {most} turns"
+    goals = first(most)(before[0])
+    kinds = f"{len({level_of(i) for i in goals})} levels"
+    note = f"{len(goals)} goals of {kinds}; {commits_of(every)}."
     return [*lines, *markdown(titles, gains), "", note]
 
 
@@ -351,32 +369,24 @@ def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
     return [(arm, "its start") for arm in arms]
 
 
-def state_row(
-    arm: str,
-    results: Sequence[Result],
-    reading: Callable[[int], Reading],
-    tier_limit: int,
-    runs: Runs | None,
-) -> list[str]:
-    """Success of one arm of `runs`; None: of a start, whose weights do not depend on a seed."""
-    row = [arm, seeds_in(results) if runs else f"{len(results)} evaluations"]
-    row += [cell(results, reading(n)) for n in TURN_LIMITS]
-    for n in (FEW_TURNS, ALL_TURNS):
-        mean = fmean(pooled(results, reading(n)).values())
-        has_seeds = runs is not None and results[0]["curve"]
-        spread_of = spread_in(runs, reading(n)) if runs and has_seeds else None
-        row.append(brackets(spread_of.interval(mean, 1 / len(results))) if spread_of else "")
-    return row + [cell(results, in_tier(reading(tier_limit), tier)) for tier in PLAYED]
+def over_seeds(runs: Runs, results: Sequence[Result], reading: Reading) -> str:
+    """The interval of an arm's mean over seeds; none for an arm that does not train."""
+    mean = fmean(pooled(results, reading).values())
+    trains = bool(results[0]["curve"])
+    return brackets(spread_in(runs, reading).interval(mean, 1 / len(results))) if trains else ""
 
 
-def by_level(runs: Runs, unit: str, within: int = ALL_TURNS) -> list[str]:
+def by_level(runs: Runs, unit: str) -> list[str]:
     """Success of each arm, level by level. The 15 mazes of a level are too few for an interval
     that says more than that the large differences are real."""
+    within = limits_of(runs)[-1]
     reading, first = reading_of(runs, unit), partial(start, within=within)
     before = start_of(runs)
     rows = []
-    for number in (n for levels in PLAYED.values() for n in levels):
-        name, tier = LEVELS[number - 1], tier_of(f"babyai_{number - 1}")
+    levels = {level_of(task_id) for task_id in first(before[0])}
+    numbers = (number for tier in TIERS.values() for number in tier)
+    for name in (LEVELS[number - 1] for number in numbers if LEVELS[number - 1] in levels):
+        tier = tier_of(f"babyai_{LEVELS.index(name)}")
         accept = partial(is_in, name, level_of)
         means = [fmean(pooled(before, only(first, accept)).values())]
         means += [fmean(pooled(rs, only(reading(within), accept)).values()) for rs in runs.values()]
@@ -388,7 +398,7 @@ def by_level(runs: Runs, unit: str, within: int = ALL_TURNS) -> list[str]:
 def horizons() -> list[str]:
     runs = runs_of("horizons")
     pairs = [("long", "short"), ("stepwise", "short"), ("stepwise", "long")]
-    lines = comparison(runs, pairs, "turns", ALL_TURNS)
+    lines = comparison(runs, pairs, "turns", True)
     lines += ["", *by_level(runs, "turns")]
     titles = "arm | turns a step | in failed episodes, % | groups with signal, %"
     titles += " | in the first sixth | in the last sixth | tokens per success"
@@ -438,11 +448,11 @@ def rates() -> list[str]:
     pairs = [("stepwise", "short"), ("stepwise", "long"), ("long", "short")]
     for temperature in ("", COOL):
         lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
-        lines += [*comparison(chosen, pairs, "turns", ALL_TURNS, temperature), ""]
+        lines += [*comparison(chosen, pairs, "turns", True, temperature), ""]
     equal = {arm: runs[arm] for arm in (at_rate("short", 1e-4), *OFTEN) if arm in runs}
     pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN if arm in equal]
     lines += ["Equal turns and equal updates (180), learning rate 1e-4:", ""]
-    return [*lines, *comparison(equal, pairs, "turns", ALL_TURNS), "", *by_level(runs, "turns")]
+    return [*lines, *comparison(equal, pairs, "turns", True), "", *by_level(runs, "turns")]
 
 
 def primary(figure_name: str, runs: Runs, pair: tuple[str, str], reading: Reading) -> list[str]:
@@ -466,6 +476,32 @@ def imitation() -> list[str]:
         lines += [f"Temperature {temperature or 1}:", ""]
         lines += [*comparison(arms, pairs, temperature=temperature), ""]
     return lines[:-1]
+
+
+def growth() -> list[str]:
+    """Is there a regime in which it helps to grow the horizon?"""
+    runs = {cap: results for cap, results in runs_of("growth").items() if cap in CAPS}
+    if len(runs) < len(CAPS):
+        return []
+    far = only(reading_of(runs, "turns")(MANY), in_tier("far"))
+    lines = [*primary("growth", runs, ("grow", "cap24"), far), ""]
+    pairs = [("cap24", "cap8"), ("grow", "cap8"), ("grow", "cap24"), ("grow", "shrink")]
+    for temperature in ("", COOL):
+        lines += [f"Temperature {temperature or 1}:", ""]
+        lines += [*comparison(runs, pairs, "turns", True, temperature), ""]
+    titles = "arm | learning rate | groups with mixed outcomes, % | episodes cut by the horizon, %"
+    titles += " | entropy at the end | KL at the end | CPU minutes"
+    rows = []
+    for arm, results in runs.items():
+        curve = [row for result in results for row in result["curve"]]
+        mixed = sum(r["train/groups_mixed"] for r in curve) / sum(r["train/groups"] for r in curve)
+        cut = fmean(row["train/stop/max_rounds"] for row in curve)
+        late = [late_mean(results, name) for name in ("policy/entropy", "policy/kl")]
+        minutes = fmean(result["curve"][-1]["cpu_seconds"] for result in results) / 60
+        rate = results[0]["config"]["learning_rate"]
+        shares_of = [f"{100 * share:.0f}" for share in (mixed, cut)]
+        rows.append((arm, f"{rate:g}", *shares_of, *(f"{x:.3f}" for x in late), f"{minutes:.0f}"))
+    return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
 
 
 def plot_rates(path: Path) -> None:
@@ -558,7 +594,7 @@ def teacher() -> list[str]:
         cells = []
         for limit in (FEW_TURNS, ALL_TURNS):
             reading: Reading = partial(end, within=limit)
-            reading = reading if tier == "all" else in_tier(reading, tier)
+            reading = reading if tier == "all" else only(reading, in_tier(tier))
             run_spread = spread([runs["rl"]], reading, SAMPLES)
             cells.append(
                 compare(runs["rl"], runs["teacher"], reading, reading, level_of, run_spread, True)
@@ -608,7 +644,7 @@ def estimators() -> list[str]:
 def methods() -> list[str]:
     pairs = [(method, "grpo") for method in miniature.METHODS] + [("own", "dpo")]
     pairs = [*from_start(miniature.METHODS), *pairs]
-    return comparison(runs_of("methods"), pairs, "turns", ALL_TURNS)
+    return comparison(runs_of("methods"), pairs, "turns", True)
 
 
 def controls() -> list[str]:
@@ -619,7 +655,7 @@ def controls() -> list[str]:
 
 def widening() -> list[str]:
     pairs = [("early", "stepwise"), ("late", "stepwise"), ("late", "early")]
-    return comparison(runs_of("widening"), pairs, "turns", ALL_TURNS)
+    return comparison(runs_of("widening"), pairs, "turns", True)
 
 
 def plot_laboratory(name: str, path: Path) -> None:
@@ -713,6 +749,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "horizons": horizons,
     "rates": rates,
     "imitation": imitation,
+    "growth": growth,
     "widening": widening,
     "noise": noise,
     "controls": controls,
