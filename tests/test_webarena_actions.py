@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs import ParseError
+from envs.webarena import tree
 from envs.webarena.actions import Action, parse, read, say
 from envs.webarena.tree import read_page
 
@@ -40,10 +41,8 @@ def test_an_action_is_read_and_written(text, action):
     [
         ("click [12]", "between triple backticks: ```click"),
         ("``````", "no action ''. The actions are click, hover, type"),
-        ("```klick [1]```", "no action 'klick'"),
         ("```Click [1]```", "no action 'Click'"),
         ("```click```", "Write click [id]; an id is a number"),
-        ("```click [link]```", "Write click [id]"),
         ("```click [1234567890]```", "Write click [id]"),
         ("```type [1]```", "Write type [id] [text] [1]"),
         ("```type [1] [" + "x" * 2001 + "]```", "too long; at most 2000"),
@@ -87,7 +86,7 @@ def ax(number, role, name="", children=(), **properties):
     }
 
 
-def page_of(*nodes, boxes=None, clickable=(), scrolled=0, height=720, max_lines=100):
+def page_of(*nodes, boxes=None, clickable=(), scrolled=0, height=720):
     """The page of some nodes; a box is (x, y, width, height), by default in the viewport."""
     ids = [node["backendDOMNodeId"] for node in nodes]
     document = {
@@ -103,7 +102,7 @@ def page_of(*nodes, boxes=None, clickable=(), scrolled=0, height=720, max_lines=
         "scrollOffsetY": scrolled,
         "contentHeight": height,
     }
-    return read_page("http://shop.com", list(nodes), {"documents": [document]}, max_lines)
+    return read_page("http://shop.com", list(nodes), {"documents": [document]})
 
 
 def test_elements_are_numbered_in_document_order_and_groups_without_a_name_are_left_out():
@@ -148,11 +147,9 @@ def test_a_field_is_one_line_with_its_value_and_without_its_label():
     assert page.find("combobox", "Sort").options == ("Price", "Name")
 
 
-def test_only_nodes_in_the_viewport_are_shown_and_the_text_tells_what_is_not():
-    def link(number):
-        return ax(number, "link", f"link {number}")
-
-    nodes = [ax(1, "RootWebArea", "", range(2, 8)), *map(link, range(2, 8))]
+def test_only_nodes_in_the_viewport_are_shown_and_the_text_tells_what_is_not(monkeypatch):
+    nodes = [ax(1, "RootWebArea", "", range(2, 8))]
+    nodes += [ax(number, "link", f"link {number}") for number in range(2, 8)]
     boxes = {
         2: (0, 390, 100, 20),  # above
         3: (0, 1101, 100, 10),  # 9 of 10 pixels inside
@@ -170,7 +167,8 @@ def test_only_nodes_in_the_viewport_are_shown_and_the_text_tells_what_is_not():
         "(more below: scroll [down])",
     ]
     assert [node.box[1] for node in page.nodes[:3]] == [-10, 701, 715]
-    page = page_of(*nodes, boxes=boxes, scrolled=400, height=1120, max_lines=1)
+    monkeypatch.setattr(tree, "MAX_LINES", 1)
+    page = page_of(*nodes, boxes=boxes, scrolled=400, height=1120)
     assert page.text.splitlines()[1:] == [
         "[1] link 'link 3'",
         "(2 more lines of this screen are not shown)",

@@ -1,19 +1,19 @@
 """WebArena's evaluators: equal to the official ones, and what only ours has.
 
 tests/data/webarena_evaluators.json holds the results of the official evaluators (libwebarena 0.0.5)
-for 130 cases; tests/webarena_official.py fills them in. A comparison of 10,600 random answers and
-addresses for the 812 official tasks, which is not committed, gave equal results, too.
+for 130 cases, filled in by webarena_official.py at commit dab12d3. A comparison of 10,600 random
+answers and addresses for the 812 official tasks, which is not committed, gave equal results, too.
 """
 
 import json
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
+from envs.http import Answer
 from envs.webarena import evaluators
-from envs.webarena.evaluators import EvaluationFailed, evaluate, has_judge, needs_judge
+from envs.webarena.evaluators import EvaluationFailed, evaluate, needs_judge
 
 TABLE = json.loads((Path(__file__).parent / "data" / "webarena_evaluators.json").read_text())
 
@@ -54,51 +54,53 @@ def test_rows_of_the_database_must_be_equal_and_in_order():
 
 
 @pytest.fixture
-def judge(monkeypatch):
-    """A chat server whose reply is `judge.reply`; `judge.question` is what it was asked."""
+def remote(monkeypatch):
+    """The judge and the shop: `answers` by path, and the contents of the requests, `asked`."""
+    remote = SimpleNamespace(answers={}, asked=[])
 
-    class Judge(BaseHTTPRequestHandler):
-        reply, question = "", ""
+    class Client:
+        def __init__(self, base, timeout_s):
+            assert base == "http://far"
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            Judge.question = body["messages"][0]["content"]
-            message = {"choices": [{"message": {"content": Judge.reply}}]}
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(message).encode())
+        def ask(self, method, path, content, headers):
+            remote.asked.append((content or b"").decode())
+            return Answer(200, {}, json.dumps(remote.answers[path]).encode())
 
-        def log_message(self, *_):
+        def close(self):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Judge)
-    Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("WEBARENA_JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
-    yield Judge
-    server.shutdown()
-    server.server_close()
+    monkeypatch.setattr(evaluators, "HttpClient", Client)
+    for name in ("WEBARENA_JUDGE_URL", "SHOPPING"):
+        monkeypatch.setenv(name, "http://far")
+    return remote
 
 
-def test_a_chat_server_judges_answers_that_may_be_worded_differently(judge):
+@pytest.mark.parametrize(
+    ("reply", "score"), [("It is Correct.", 1), ("incorrect", 0), ("Partially correct", 0)]
+)
+def test_a_chat_server_judges_answers_that_may_be_worded_differently(remote, reply, score):
     references = {"fuzzy_match": ["20 minutes"]}
     evaluation = {"eval_types": ["string_match"], "reference_answers": references}
     task = {"intent": "How long is the walk?", "eval": evaluation}
-    assert needs_judge(task) and has_judge()
-    judge.reply = "It is Correct."
-    assert evaluate(task, "a third of an hour", Final()) == 1
-    assert all(text in judge.question for text in ("How long", "20 minutes", "a third of an hour"))
-    judge.reply = "incorrect"
-    assert evaluate(task, "an hour", Final()) == 0
-    judge.reply = "I cannot say."
-    with pytest.raises(EvaluationFailed, match="the judge answered 'i cannot say"):
+    assert needs_judge(task)
+    remote.answers["/chat/completions"] = {"choices": [{"message": {"content": reply}}]}
+    assert evaluate(task, "a third of an hour", Final()) == score
+    assert all(text in remote.asked[0] for text in ("How long", "20 minutes", "a third of an hour"))
+    remote.answers["/chat/completions"] = {"choices": [{"message": {"content": "Well."}}]}
+    with pytest.raises(EvaluationFailed, match="the judge answered 'well.'"):
+        evaluate(task, "an hour", Final())
+    del remote.answers["/chat/completions"]
+    with pytest.raises(EvaluationFailed, match="http://far/chat/completions did not answer"):
         evaluate(task, "an hour", Final())
 
 
-def test_the_functions_that_the_official_tasks_call(monkeypatch):
-    calls = []
+def test_the_functions_that_the_official_tasks_call(remote):
     reviews = [{"nickname": "Ann"}, {"nickname": "Bo", "ratings": [{"percent": 80}]}]
-    answers = {"products/B1/reviews": reviews, "products/B2/reviews": []}
-    monkeypatch.setattr(evaluators, "_shop_api", lambda path: calls.append(path) or answers[path])
+    remote.answers = {
+        "/rest/default/V1/integration/admin/token": "secret",
+        "/rest/V1/products/B1/reviews": reviews,
+        "/rest/V1/products/B2/reviews": [],
+    }
 
     def holds(locator, text):
         target = {"url": "last", "locator": locator, "required_contents": {"exact_match": text}}
@@ -109,6 +111,5 @@ def test_the_functions_that_the_official_tasks_call(monkeypatch):
     assert holds("func:shopping_get_sku_latest_review_rating('B1')", "80")
     assert holds("func:shopping_get_sku_latest_review_author('B2')", "")
     assert holds("func:gitlab_get_project_memeber_role(__page__, 'ann')", "")
-    assert calls == ["products/B1/reviews"] * 2 + ["products/B2/reviews"]
     with pytest.raises(EvaluationFailed, match="unknown function"):
         holds("func:open('/etc/passwd')", "")

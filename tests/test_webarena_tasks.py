@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter, defaultdict
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -11,7 +12,6 @@ from webarena_reader import Reading
 from envs import TaskIndexError, load_tasks
 from envs.webarena import tasks, templates
 from envs.webarena.actions import read
-from envs.webarena.env import with_public_urls
 from envs.webarena.evaluators import evaluate
 from envs.webarena.oracle import next_move
 from envs.webarena.sites import SITES, Sites
@@ -31,6 +31,10 @@ def template_of(index):
     return tasks.ours()[index - tasks.NUM_OFFICIAL].template
 
 
+def plan_of(index):
+    return tasks.ours()[index - tasks.NUM_OFFICIAL].plan
+
+
 def by_template():
     groups = defaultdict(list)
     for index in OURS:
@@ -40,49 +44,36 @@ def by_template():
 
 def play(sites, index, num_turns=15, wrong_moves=None):
     """Play a task's plan; with a generator of `wrong_moves`, after some random ones. Returns the
-    score and the session, which the caller closes."""
-    task = with_public_urls(tasks.task(index))
-    session, previous = Reading(sites, task["start_url"]), ""
-    for _ in range(4 if wrong_moves else 0):
-        links = [node for node in session.page.nodes if node.role == "link"]
-        session.step(f"click [{wrong_moves.choice(links).element_id}]")
-    for _ in range(num_turns):
-        previous = next_move(session.page, tasks.plan(index), task["start_url"], previous)[1]
-        if read(previous).kind == "stop":
-            return evaluate(task, read(previous).text, session), session
-        session.step(previous)
-        assert session.status == 200, f"{task['intent']}: {session.url}"
-    return 0, session
+    score; that of an empty answer if the plan has not stopped."""
+    task = tasks.task(index)
+    with closing(Reading(sites, task["start_url"])) as session:
+        previous, answer = "", ""
+        for _ in range(4 if wrong_moves else 0):
+            links = [node for node in session.page.nodes if node.role == "link"]
+            session.step(f"click [{wrong_moves.choice(links).element_id}]")
+        for _ in range(num_turns):
+            previous = next_move(session.page, plan_of(index), task["start_url"], previous)[1]
+            if read(previous).kind == "stop":
+                answer = read(previous).text
+                break
+            session.step(previous)
+            assert session.status == 200, f"{task['intent']}: {session.url}"
+        assert not num_turns or read(previous).kind == "stop", f"{task['intent']}: it goes on"
+        return evaluate(task, answer, session)
 
 
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("template", by_template())
-def test_the_plan_solves_the_task_and_stopping_at_once_does_not(sites, template):
-    indices = by_template()[template]
-    for index in indices[::7]:
-        score, session = play(sites, index)
-        session.close()
-        assert score == 1, tasks.task(index)["intent"]
-        task = with_public_urls(tasks.task(index))
-        session = Reading(sites, task["start_url"])
-        assert evaluate(task, "", session) == 0, task["intent"]
-        session.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", by_template())
-def test_each_plan_solves_its_task(sites, template):
-    for index in by_template()[template]:
-        score, session = play(sites, index)
-        session.close()
-        assert score == 1, tasks.task(index)["intent"]
+def test_the_plan_solves_the_task_and_stopping_at_once_does_not(sites, template, every):
+    for index in by_template()[template][::every]:
+        assert play(sites, index) == 1, tasks.task(index)["intent"]
+        assert play(sites, index, num_turns=0) == 0, tasks.task(index)["intent"]
 
 
 @pytest.mark.parametrize("template", by_template())
 def test_the_plan_finds_its_way_after_wrong_moves(sites, template):
-    for index in by_template()[template][:1]:
-        score, session = play(sites, index, 25, wrong_moves=random.Random(index))
-        session.close()
-        assert score == 1, tasks.task(index)["intent"]
+    index = by_template()[template][0]
+    assert play(sites, index, 25, random.Random(index)) == 1, tasks.task(index)["intent"]
 
 
 def test_an_intent_has_one_right_answer_among_all_rows_of_its_template():
@@ -135,7 +126,7 @@ def test_the_id_lists_have_the_documented_sizes_proportions_and_splits():
     assert indices("test") <= indices("instance_test") | indices("template_test")
     assert names("short_train") == names("short_test") == EASY
     assert not indices("short_test") & (indices("short_train") | indices("train"))
-    assert all(len(tasks.plan(index)) == 3 for index in indices("short_test"))
+    assert all(len(plan_of(index)) == 3 for index in indices("short_test"))
 
 
 # ---- the official tasks
@@ -150,7 +141,7 @@ class Wheel:
 
 
 def test_official_tasks_are_read_from_the_wheel(monkeypatch, tmp_path):
-    for name in tasks.ADDRESSES[1:]:
+    for name in tasks.PUBLIC:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("SHOPPING", raising=False)
     with pytest.raises(TaskIndexError, match="set SHOPPING. Our own tasks begin at 812"):
@@ -165,10 +156,10 @@ def test_official_tasks_are_read_from_the_wheel(monkeypatch, tmp_path):
     with pytest.raises(TaskIndexError, match="pip install --no-deps libwebarena"):
         tasks.task(0)
     (tmp_path / "webarena").mkdir()
-    official = [{"task_id": index} for index in range(tasks.NUM_OFFICIAL)]
+    official = [{"start_url": "__MAP__/x"}] * tasks.NUM_OFFICIAL
     (tmp_path / "webarena/test.raw.json").write_text(json.dumps(official))
     monkeypatch.setattr(tasks, "distribution", lambda name: Wheel(tmp_path))
-    assert tasks.task(811) == {"task_id": 811}
+    assert tasks.task(811) == {"start_url": "http://openstreetmap.org/x"}
     tasks.read_wheel.cache_clear()
 
 

@@ -1,19 +1,63 @@
 """A browser without scripts and styles for the sites of envs/webarena. It reads the HTML with the
 standard library, so tests can play thousands of actions without Chromium. It knows only what these
-sites use, and it fails if a page is not well-formed or not accessible."""
+sites use, and it fails if a page is not well-formed or not accessible.
 
+Also what tests with Chromium share: a site of their own, and the reason why they are skipped."""
+
+import os
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlencode, urljoin, urlsplit
 
 import httpx
+import pytest
 
 from envs.webarena.actions import read
+from envs.webarena.browser import BrowserMissing, find_browser
 from envs.webarena.sites import PUBLIC, SITES
 from envs.webarena.tree import Node, Page
 
 ROLES = {"a": "link", "button": "button", "h1": "heading", "h2": "heading", "td": "cell"}
 ROLES |= {"th": "rowheader"}
+
+
+def require_browser():
+    """Skip a test if there is no Chromium; fail if CI is set."""
+    try:
+        find_browser()
+    except BrowserMissing as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"NOT TESTED: {error}")
+
+
+@contextmanager
+def serving(answer):
+    """Serve a site whose pages are `answer(host, path)`; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            body = answer(self.headers["Host"], self.path).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
 
 @dataclass

@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -43,7 +43,8 @@ ARGUMENTS = (
 
 
 class BrowserLost(RuntimeError):
-    """The browser of this session has ended; a reset starts the session in another one."""
+    def __init__(self) -> None:
+        super().__init__("the browser of this session has ended; a reset starts another one")
 
 
 class BrowserMissing(RuntimeError):
@@ -63,8 +64,7 @@ def find_browser() -> str:
 
 
 class Browser:
-    """One Chromium process and the thread that drives it. `failure` is "" while it can be used,
-    then the reason why it cannot.
+    """One Chromium process and the thread that drives it.
 
     Args:
         resolver_rules: which host names exist, as in Chromium's --host-resolver-rules.
@@ -72,9 +72,11 @@ class Browser:
     Raises BrowserMissing if it does not start.
     """
 
-    def __init__(self, resolver_rules: str = "MAP * ~NOTFOUND") -> None:
-        self.failure = ""
+    def __init__(self, resolver_rules: str) -> None:
         path = find_browser()
+        self._ended = threading.Event()
+        self._running: set[Future] = set()
+        self._opened = contextlib.AsyncExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -88,10 +90,9 @@ class Browser:
     async def _launch(self, path: str, resolver_rules: str) -> None:
         from playwright.async_api import async_playwright
 
-        self._lost = asyncio.Event()
-        self._playwright = await async_playwright().start()
+        playwright = await self._opened.enter_async_context(async_playwright())
         is_root = os.geteuid() == 0  # Chromium's sandbox does not work as root
-        self.chromium = await self._playwright.chromium.launch(
+        self.chromium = await playwright.chromium.launch(
             executable_path=path,
             chromium_sandbox=not is_root,
             args=[*ARGUMENTS, f"--host-resolver-rules={resolver_rules}"],
@@ -100,64 +101,49 @@ class Browser:
             handle_sigterm=False,
             handle_sighup=False,
         )
-        self.chromium.on("disconnected", lambda _: self._end("died"))
+        self._opened.push_async_callback(lambda: asyncio.wait_for(self.chromium.close(), CLOSE_S))
+        self.chromium.on("disconnected", lambda _: self._end())
 
-    def _end(self, reason: str) -> None:
-        self.failure = self.failure or reason
-        self._lost.set()
+    def _end(self) -> None:
+        if not self.has_ended:
+            self._ended.set()
+            for future in list(self._running):
+                future.cancel()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], limit_s: float = CALL_S) -> T:
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the browser's thread and return its result. Raises BrowserLost if the
-        browser has ended or ends meanwhile, TimeoutError after `limit_s` seconds."""
-        if self.failure:
+        browser has ended or ends meanwhile, TimeoutError after CALL_S seconds."""
+        if self.has_ended:
             coroutine.close()
-            raise self._loss()
-        return self._run(self._guard(coroutine, limit_s), limit_s + 5)
+            raise BrowserLost
+        try:
+            return self._run(coroutine, CALL_S)
+        except CannotAct:
+            raise
+        except BaseException as error:
+            # The error of a closed tab can come before the news that the browser has ended.
+            if self._ended.wait(0.5):
+                raise BrowserLost from error
+            raise
 
     def _run(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._running.add(future)
         try:
             return future.result(limit_s)
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def _guard(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
-        task = asyncio.ensure_future(coroutine)
-        lost = asyncio.ensure_future(self._lost.wait())
-        try:
-            await asyncio.wait({task, lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not isinstance(task.exception(), (CannotAct, type(None))):
-                # The error of a closed tab can come before the news that the browser is gone.
-                await asyncio.wait({lost}, timeout=0.5)
-            if self.failure:
-                raise self._loss()
-            if not task.done():
-                raise TimeoutError(f"the browser did not answer within {limit_s:g} s")
-            return task.result()
         finally:
-            for unfinished in (task, lost):
-                unfinished.cancel()
-            await asyncio.wait({task, lost}, timeout=1)
-
-    def _loss(self) -> BrowserLost:
-        browser = "the browser of this session"
-        return BrowserLost(f"{browser} {self.failure}; a reset starts the session in another one")
+            future.cancel()
+            self._running.discard(future)
 
     def close(self) -> None:
         """End the browser, its driver and the thread."""
-
-        async def end() -> None:
-            if hasattr(self, "chromium"):
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(self.chromium.close(), CLOSE_S)
-            if hasattr(self, "_playwright"):
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(self._playwright.stop(), CLOSE_S)
-
-        self.failure = self.failure or "was ended"
+        self._end()
         with contextlib.suppress(Exception):
-            self._run(end(), 2 * CLOSE_S + 1)
+            self._run(self._opened.aclose(), 2 * CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
@@ -175,21 +161,14 @@ class Addresses:
     """
 
     def __init__(self, real_by_public: dict[str, str]) -> None:
-        def longest_first(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-            """One site's address can begin with another one's."""
-            return dict(sorted(pairs, key=lambda pair: -len(pair[0])))
-
         origins = {_origin(public): _origin(real) for public, real in real_by_public.items()}
-        self._sites = list(real_by_public)
-        self._real = longest_first((origins | real_by_public).items())
-        names = [
-            (public.partition("//")[2], real.partition("//")[2]) for public, real in origins.items()
-        ]
-        self._public = longest_first(
-            (real, public) for public, real in [*self._real.items(), *names]
-        )
-        self._pattern = re.compile("|".join(map(re.escape, self._public)))
+        hosts = {url.partition("//")[2]: real.partition("//")[2] for url, real in origins.items()}
         self.origins = tuple(origins.values())
+        self._sites = list(real_by_public)
+        self._real = _longest_first(origins | real_by_public)
+        pairs = self._real | hosts
+        self._public = _longest_first({real: public for public, real in pairs.items()})
+        self._pattern = re.compile("|".join(map(re.escape, self._public)))
 
     def to_public(self, text: str) -> str:
         return self._pattern.sub(lambda match: self._public[match[0]], text)
@@ -208,3 +187,8 @@ class Addresses:
 def _origin(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _longest_first(addresses: dict[str, str]) -> dict[str, str]:
+    """One site's address can begin with another one's."""
+    return dict(sorted(addresses.items(), key=lambda pair: -len(pair[0])))

@@ -26,7 +26,6 @@ Arguments: reset(task_index, seed=0); the seed has no effect. The same actions g
     also in other sessions. Sessions do not see each other's changes.
 
 Environment variables:
-    WEBARENA_MAX_LINES        lines of a tree (default: 200)
     SHOPPING, SHOPPING_ADMIN, REDDIT, GITLAB, MAP, WIKIPEDIA, HOMEPAGE
                               addresses of the official sites
     WEBARENA_AUTH             folder with the cookies (SITE_state.json) for the official sites, as
@@ -48,38 +47,27 @@ Read next: envs/webarena/actions.py, then envs/webarena/tree.py and envs/webaren
 """
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import envs.webarena.tasks as tasks
 from envs import OracleLost, ParseError, TaskIndexError, Wire
 from envs.common import Stage, require_task, version_of, without_thought
 from envs.webarena.actions import BLOCK, Action, action_text, parse, read, say
-from envs.webarena.browser import Addresses, Browser, CannotAct, find_browser
-from envs.webarena.evaluators import evaluate, has_judge, needs_judge
+from envs.webarena.browser import Addresses, Browser
+from envs.webarena.evaluators import evaluate, needs_judge
 from envs.webarena.oracle import next_move
 from envs.webarena.session import Session
-from envs.webarena.tree import FIELDS, Page
+from envs.webarena.sites import SITES, Sites
+from envs.webarena.tasks import PUBLIC
+from envs.webarena.tree import FIELDS
 from envs.wire import Outcome
 
-if TYPE_CHECKING:
-    from envs.webarena.sites import Sites
-
 MAX_TURNS = 100
-PUBLIC = {
-    "SHOPPING": "http://onestopmarket.com",
-    "SHOPPING_ADMIN": "http://luma.com/admin",
-    "REDDIT": "http://reddit.com",
-    "GITLAB": "http://gitlab.com",
-    "MAP": "http://openstreetmap.org",
-    "WIKIPEDIA": "http://wikipedia.org",
-    "HOMEPAGE": "http://homepage.com",
-}
 INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree.
 [4] is the number of an element. Each turn is one action:
 click [id]: click an element
@@ -143,41 +131,35 @@ class WebArenaWire(Wire):
 
 
 class _Shared:
-    """What all sessions of this process use, each started when it is first needed."""
+    """What all sessions of this process use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sites: Sites | None = None
         self._browser: Browser | None = None
 
-    def sites(self) -> "Sites":
-        from envs.webarena.sites import Sites
-
+    def start(self) -> tuple[Sites, Browser]:
+        """The running sites and browser, started when they are first needed; another browser if it
+        has ended. Raises BrowserMissing."""
         with self._lock:
             self._sites = self._sites or Sites()
-            return self._sites
-
-    def browser(self) -> Browser:
-        """The running browser; another one if it has ended. Raises BrowserMissing."""
-        port = self.sites().port
-        with self._lock:
-            if self._browser is not None and self._browser.failure:
+            if self._browser and self._browser.has_ended:
                 self._browser.close()
                 self._browser = None
-            if self._browser is None:
+            if not self._browser:
                 official = {urlsplit(address).hostname for address in _addresses().values()}
-                rules = [f"MAP *.test 127.0.0.1:{port}", *(f"EXCLUDE {host}" for host in official)]
+                rules = [f"MAP *.test 127.0.0.1:{self._sites.port}"]
+                rules += [f"EXCLUDE {host}" for host in official]
                 self._browser = Browser(", ".join([*rules, "MAP * ~NOTFOUND"]))
-            return self._browser
+            return self._sites, self._browser
 
     def close(self) -> None:
         with self._lock:
-            browser, self._browser = self._browser, None
-            sites, self._sites = self._sites, None
-        if browser is not None:
-            browser.close()
-        if sites is not None:
-            sites.shutdown()
+            if self._browser:
+                self._browser.close()
+            if self._sites:
+                self._sites.shutdown()
+            self._browser = self._sites = None
 
 
 _shared = _Shared()
@@ -186,21 +168,6 @@ _shared = _Shared()
 def _addresses() -> dict[str, str]:
     """The configured addresses of the official sites, by variable."""
     return {name: os.environ[name].rstrip("/") for name in PUBLIC if os.environ.get(name)}
-
-
-def _max_lines() -> int:
-    text = os.environ.get("WEBARENA_MAX_LINES") or "200"
-    if not text.isdecimal() or not 0 < int(text) < 10_000:
-        raise ValueError(f"WEBARENA_MAX_LINES is {text!r}; expected a number from 1 to 9999")
-    return int(text)
-
-
-def with_public_urls(task: dict[str, Any]) -> dict[str, Any]:
-    """The task with the addresses that the policy sees in place of __SHOPPING__ and the like."""
-    text = json.dumps(task)
-    for name, url in PUBLIC.items():
-        text = text.replace(f"__{name}__", url)
-    return json.loads(text)
 
 
 class WebArena:
@@ -231,25 +198,17 @@ class WebArena:
     say = staticmethod(say)
 
     def __init__(self) -> None:
-        self._max_lines = _max_lines()
         self._stage = Stage()
-        self._session: Session | None = None
-        self._token = ""  # of our own sites
+        self._opened = contextlib.ExitStack()  # what close() closes
 
     @staticmethod
     def variant() -> str:
-        parts = [f"playwright {version_of('playwright')}", f"lines={_max_lines()}"]
+        parts = [f"playwright {version_of('playwright')}"]
         return " ".join([*parts, *(f"{k}={v}" for k, v in _addresses().items())])
 
-    @staticmethod
-    def open_shared() -> None:
-        """Start the browser and the sites, so that a server without a browser fails at startup."""
-        find_browser()
-        _shared.browser()
-
-    @staticmethod
-    def close_shared() -> None:
-        _shared.close()
+    # A server without a browser fails at startup.
+    open_shared = staticmethod(_shared.start)
+    close_shared = staticmethod(_shared.close)
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         """Start an episode and return the first observation. Also raises TaskIndexError if an
@@ -257,13 +216,8 @@ class WebArena:
         the next reset uses another one."""
         require_task(type(self), task_index)
         self.close()
-        self._task = with_public_urls(tasks.task(task_index))
-        self._task_index = task_index
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+        self._task, self._task_index = tasks.task(task_index), task_index
+        self._open()
         self._num_turns = 0
         self._reward = 0.0
         self._previous = ""  # the latest action that could be read
@@ -273,41 +227,41 @@ class WebArena:
         return self._observation()
 
     def _open(self) -> None:
-        cookies: list[dict[str, str]] = []
-        state = None
-        if self._task_index >= tasks.NUM_OFFICIAL:
-            sites = _shared.sites()
-            self._token = sites.open()
-            real = {}
-            for site in (name.lower() for name in PUBLIC if name not in ("WIKIPEDIA", "HOMEPAGE")):
-                real[PUBLIC[site.upper()]] = url = sites.base_url(site, self._token)
-                cookies += [
-                    {"name": n, "value": v, "url": url} for n, v in sites.sign_in(site).items()
-                ]
-        else:
+        cookies: dict | Path | None
+        if self._task_index < tasks.NUM_OFFICIAL:
             real = {PUBLIC[name]: address for name, address in _addresses().items()}
-            state = self._official_state()
+            cookies = self._official_cookies()
+        self._sites, self._browser = _shared.start()
+        if self._task_index >= tasks.NUM_OFFICIAL:
+            self._token = self._sites.open()
+            self._opened.callback(self._sites.close, self._token)
+            urls = {site: self._sites.base_url(site, self._token) for site in SITES}
+            real = {PUBLIC[site.upper()]: url for site, url in urls.items()}
+            signed_in = [
+                {"name": name, "value": value, "url": url}
+                for site, url in urls.items()
+                for name, value in self._sites.sign_in(site).items()
+            ]
+            cookies = {"cookies": signed_in}
         addresses = Addresses(real)
-        browser = _shared.browser()
-        self._browser, self._session = browser, Session(browser, addresses, self._max_lines)
-        urls = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
-        browser.call(self._session.open(urls, cookies, state))
-        self._page = browser.call(self._session.look())
+        self._session = Session(self._browser, addresses)
+        self._opened.callback(self._close_tabs)
+        start = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
+        self._browser.call(self._session.open(start, cookies))
+        self._page = self._browser.call(self._session.look())
 
-    def _official_state(self) -> Path | None:
+    def _official_cookies(self) -> Path | None:
         """The file with the cookies of an official task's accounts. Raises TaskIndexError if the
         task cannot be played here."""
-        if needs_judge(self._task) and not has_judge():
+        if needs_judge(self._task) and not os.environ.get("WEBARENA_JUDGE_URL"):
             raise TaskIndexError(
                 f"a language model judges the answer to task {self._task_index}; name a chat "
                 "server in WEBARENA_JUDGE_URL"
             )
         if not self._task.get("storage_state"):
             return None
-        path = (
-            Path(os.environ.get("WEBARENA_AUTH") or ".auth")
-            / Path(self._task["storage_state"]).name
-        )
+        folder = Path(os.environ.get("WEBARENA_AUTH") or ".auth")
+        path = folder / Path(self._task["storage_state"]).name
         if not path.is_file():
             raise TaskIndexError(
                 f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; "
@@ -344,23 +298,17 @@ class WebArena:
         truncated = self._num_turns >= MAX_TURNS and not terminated
         if truncated:
             self._stage.end()
-        success = self._reward == 1
-        info = {"success": success, "score": self._reward, "error": error}
+        info = {"success": self._reward == 1, "score": self._reward, "error": error}
         return self._observation(), self._reward, terminated, truncated, info
 
     def _act(self, action: Action) -> str:
         """Play an action and look at the page; return why it had no effect, or ""."""
-        assert self._session is not None  # every episode has a session
-        node = self._page.element(action.number)
-        self._outcome = str(action)
+        self._outcome, node = str(action), None
         if action.kind in ("click", "hover", "type", "select"):
-            if node is None:
-                error = f"There is no element [{action.number}] on this screen."
-                self._outcome = f"{action}. {error}"
-                return error
+            node = self._page.element(action.number)
+        if node is not None:
             self._acted_on = [round(pixels) for pixels in node.box]
-            line = node.line().removeprefix(f"[{node.element_id}] ")
-            self._outcome += f" where [{action.number}] is {line}"
+            self._outcome += f" where [{node.element_id}] is {node.line().partition(' ')[2]}"
         self._page, error, notes = self._browser.call(self._session.step(action, node))
         self._outcome = ". ".join(filter(None, [self._outcome, f"{error} {notes}".strip()]))
         return error
@@ -371,18 +319,11 @@ class WebArena:
     def url(self) -> str:
         return self._page.url
 
-    def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
-        assert self._session is not None
-        addresses = self._session.addresses
-        try:
-            real = url if url == "last" else addresses.to_real(url)
-        except CannotAct:
-            return ""
-        text = self._browser.call(self._session.read(real, locator, preparations))
-        return addresses.to_public(text)
+    def read(self, url: str, locator: str, preparations: Sequence[str]) -> str:
+        return self._browser.call(self._session.read(url, locator, preparations))
 
     def query(self, site: str, sql: str) -> Sequence[Sequence[Any]]:
-        return _shared.sites().query(self._token, site, sql)
+        return self._sites.query(self._token, site, sql)
 
     def available_actions(self) -> list[str]:
         """The oracle's action, clicks, options, and moves between pages. Any text can be typed."""
@@ -407,14 +348,13 @@ class WebArena:
         self._stage.require_running()
         if self._task_index < tasks.NUM_OFFICIAL:
             raise OracleLost("the official tasks have no plan")
-        plan = tasks.plan(self._task_index)
+        plan = tasks.ours()[self._task_index - tasks.NUM_OFFICIAL].plan
         return next_move(self._page, plan, self._task["start_url"], self._previous)
 
     def state_for_people(self) -> dict:
         """The task, the page with a screenshot, and the box of the element that the latest action
         named, in pixels of the screen before it."""
         self._stage.require_episode()
-        assert self._session is not None
         return {
             "objective": self._task["intent"],
             "subtask": self.subtask(self._task_index),
@@ -430,11 +370,8 @@ class WebArena:
     def close(self) -> None:
         """Close this session's tabs and drop its changes; a later reset opens new ones."""
         self._stage = Stage()
-        self._page = Page("")
-        session, self._session = self._session, None
-        if session is not None:
-            with contextlib.suppress(Exception):  # the browser has ended, or closes it later
-                self._browser.call(session.close())
-        token, self._token = self._token, ""
-        if token:
-            _shared.sites().close(token)
+        self._opened.close()
+
+    def _close_tabs(self) -> None:
+        with contextlib.suppress(Exception):  # the browser has ended, or closes them later
+            self._browser.call(self._session.close())

@@ -20,13 +20,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from envs.http import JSON_HEADERS, HttpClient, key_in, parse
 
 OR = " |OR| "
-JUDGE_TIMEOUT_S = 30.0  # shorter than a client's
+TIMEOUT_S = 25.0  # of a request; the shop needs two, and a client waits 60 s
 # Where NLTK separates words: at these characters, and in some cases at a quote, comma or full stop.
 _EDGE = r"[\s`«“‘„’”»()\[\]{}<>;@#$%&?!\"]|--|\.\.|''|[:,](?!\d)"
 _BEFORE = rf"(?:^|{_EDGE}|(?<!\w)'(?=\w\b))"
@@ -38,8 +39,7 @@ class Final(Protocol):
     addresses."""
 
     @property
-    def url(self) -> str:
-        """The address of the current tab."""
+    def url(self) -> str: ...
 
     def read(self, url: str, locator: str, preparations: Sequence[str]) -> str:
         """The HTML of the page at `url` ("last": the current one), or with a `locator` the value of
@@ -83,9 +83,25 @@ def string_match(evaluation: dict[str, Any], answer: str, intent: str) -> bool:
             score &= all(includes(phrase, answer, is_word) for phrase in reference)
         elif reference == "N/A":  # fuzzy_match: the task cannot be done; why?
             score &= is_equal(reference, answer)
-            score = score or _agrees_on_reason(evaluation["string_note"], answer, intent)
+            score = score or judge(
+                "A task cannot be done. Someone tried and says why. Is that the actual reason, at "
+                f"least implicitly?\nTask: {intent}\nActual reason: {evaluation['string_note']}\n"
+                f"Reason given: {answer}\nAnswer with one word: same, or different.",
+                good="same",
+                bad="different",
+            )
         else:
-            score &= all(_means_the_same(text, answer, intent) for text in reference)
+            score &= all(
+                judge(
+                    "Grade an answer. It may be worded differently from the reference, but must "
+                    "mean the same. N/A means that the task cannot be done.\n"
+                    f"Question: {intent}\nReference: {text}\nAnswer: {answer}\n"
+                    "Is the answer correct, partially correct or incorrect?",
+                    good="correct",
+                    bad="(incorrect|partially correct)",
+                )
+                for text in reference
+            )
     return score
 
 
@@ -109,11 +125,8 @@ def includes(reference: str, text: str, is_word: bool = False) -> bool:
     (False, True)
     """
     reference, text = clean(reference), clean(text)
-    if is_word and len(reference) == 1:
-        character = re.escape(reference)
-        is_special = not reference.isalnum()
-        pattern = character if is_special else f"{_BEFORE}{character}{_AFTER}"
-        return bool(re.search(pattern, text))
+    if is_word and len(reference) == 1 and reference.isalnum():
+        return bool(re.search(f"{_BEFORE}{reference}{_AFTER}", text))
     return reference in text
 
 
@@ -124,55 +137,41 @@ def needs_judge(task: dict[str, Any]) -> bool:
     return "fuzzy_match" in (task["eval"].get("reference_answers") or {})
 
 
-def has_judge() -> bool:
-    return bool(os.environ.get("WEBARENA_JUDGE_URL"))
+def judge(question: str, good: str, bad: str) -> bool:
+    """Whether the judge's answer has the word `good` and no match of `bad`. Raises EvaluationFailed
+    if it has neither."""
+    verdict = ask_judge(question).lower()
+    if re.search(bad, verdict):
+        return False
+    if good in verdict:
+        return True
+    raise EvaluationFailed(f"the judge answered {verdict[:100]!r}; expected {good} or {bad}")
 
 
 def ask_judge(question: str) -> str:
-    """The judge's answer, in lower case. Raises EvaluationFailed."""
-    base, model = os.environ.get("WEBARENA_JUDGE_URL", ""), os.environ.get("WEBARENA_JUDGE_MODEL")
     key = key_in(os.environ.get("WEBARENA_JUDGE_KEY_ENV"))
     body = {
-        "model": model or "default",
+        "model": os.environ.get("WEBARENA_JUDGE_MODEL") or "default",
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": 768,
     }
+    base = os.environ.get("WEBARENA_JUDGE_URL", "").rstrip("/")
+    return _request(base, "/chat/completions", body, key)["choices"][0]["message"]["content"]
+
+
+def _request(base: str, path: str, body: Any = None, key: str | None = None) -> Any:
+    """The answer to a GET, or with a body to a POST, as JSON. Raises EvaluationFailed."""
     headers = JSON_HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
-    client = HttpClient(base.rstrip("/"), JUDGE_TIMEOUT_S)
-    try:
-        answer = client.ask("POST", "/chat/completions", json.dumps(body).encode(), headers)
-        return str(parse(answer.body)["choices"][0]["message"]["content"]).lower()
-    except Exception as error:
-        raise EvaluationFailed(f"the judge at {base} gave no answer ({error})") from error
-    finally:
-        client.close()
-
-
-def _means_the_same(reference: str, answer: str, intent: str) -> bool:
-    verdict = ask_judge(
-        "Grade an answer. It may be worded differently from the reference, but must mean the same. "
-        f"N/A means that the task cannot be done.\nQuestion: {intent}\nReference: {reference}\n"
-        f"Answer: {answer}\nIs the answer correct, partially correct or incorrect?"
-    )
-    return _verdict(verdict, bad=("partially correct", "incorrect"), good="correct")
-
-
-def _agrees_on_reason(reason: str, answer: str, intent: str) -> bool:
-    verdict = ask_judge(
-        "A task cannot be done. Someone tried and says why. Is that the actual reason, at least "
-        f"implicitly?\nTask: {intent}\nActual reason: {reason}\nReason given: {answer}\n"
-        "Answer with one word: same, or different."
-    )
-    return _verdict(verdict, bad=("different",), good="same")
-
-
-def _verdict(text: str, bad: Sequence[str], good: str) -> bool:
-    if any(word in text for word in bad):
-        return False
-    if good in text:
-        return True
-    raise EvaluationFailed(f"the judge answered {text[:100]!r}; expected {good} or {bad[-1]}")
+    method, content = ("POST", json.dumps(body).encode()) if body else ("GET", None)
+    with closing(HttpClient(base, TIMEOUT_S)) as client:
+        try:
+            answer = client.ask(method, path, content, headers)
+            if answer.status != 200:
+                raise ValueError(f"status {answer.status}: {answer.text[:200]}")
+            return parse(answer.body)
+        except Exception as error:
+            raise EvaluationFailed(f"{base}{path} did not answer ({error})") from error
 
 
 # ---------------------------------------------------------------------------------- the address
@@ -260,15 +259,6 @@ _NEWEST_FIRST = (
 
 def _shop_api(path: str) -> Any:
     """GET from the official shop (Magento) as its administrator. Raises EvaluationFailed."""
-    client = HttpClient(os.environ.get("SHOPPING", ""), JUDGE_TIMEOUT_S / 2)
-    account = json.dumps({"username": "admin", "password": "admin1234"}).encode()
-    try:
-        token = client.ask(
-            "POST", "/rest/default/V1/integration/admin/token", account, JSON_HEADERS
-        )
-        headers = JSON_HEADERS | {"Authorization": f"Bearer {parse(token.body)}"}
-        return parse(client.ask("GET", f"/rest/V1/{path}", headers=headers).body)
-    except Exception as error:
-        raise EvaluationFailed(f"the shop's API did not answer {path} ({error})") from error
-    finally:
-        client.close()
+    base, account = os.environ["SHOPPING"], {"username": "admin", "password": "admin1234"}
+    token = _request(base, "/rest/default/V1/integration/admin/token", account)
+    return _request(base, f"/rest/V1/{path}", key=token)

@@ -31,9 +31,6 @@ class Step:
     act: tuple[str, ...]
 
 
-Plan = Sequence[Step]
-
-
 def anywhere(page: Page) -> bool:
     return True
 
@@ -54,17 +51,12 @@ def holds(role: str, name: str, value: str) -> Callable[[Page], bool]:
     return lambda page: (node := page.find(role, name)) is not None and node.value == value
 
 
-def checked(role: str, name: str) -> Callable[[Page], bool]:
-    """This checkbox or radio button is checked."""
-    return lambda page: (node := page.find(role, name)) is not None and node.is_checked
-
-
 def both(*conditions: Callable[[Page], bool]) -> Callable[[Page], bool]:
     """All of these hold."""
     return lambda page: all(condition(page) for condition in conditions)
 
 
-def next_move(page: Page, plan: Plan, start_url: str, previous: str) -> tuple[str, str]:
+def next_move(page: Page, plan: Sequence[Step], start_url: str, previous: str) -> tuple[str, str]:
     """A thought and the next action of the plan, or the way back to its start. Raises OracleLost if
     the start does not help.
 

@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ _SELECT = """function(wanted) {
               || options.find(o => o.value === wanted);
   if (option === undefined) return options.map(o => clean(o.label));
   this.focus();
-  if (this.multiple) option.selected = true; else this.value = option.value;
   option.selected = true;
   this.dispatchEvent(new Event('input', {bubbles: true}));
   this.dispatchEvent(new Event('change', {bubbles: true}));
@@ -74,49 +74,37 @@ class Tab:
         self.requests: set[str] = set()  # ids of the open ones of the current action
         self.num_popups = 0  # dialogs, and windows that the page tried to open, in this action
         self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
-        self.hangs = False
-        self.problem = "closed its window"  # why the tab is gone
-        self.title = ""
+        self.problem = ""  # why its session closes the tab
         self._loading: set[str] = set()  # ids of frames
-        self._loaded = asyncio.Event()
-        self._loaded.set()
         page.on("crash", lambda _: self.give_up())
-        self.is_attached = asyncio.ensure_future(self._attach())
-        self.is_attached.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self.devtools = _start(self._attach())
 
     async def _attach(self) -> Any:
         session = await self.page.context.new_cdp_session(self.page)
         # From the renderer and in order with the answers of evaluate(): a navigation that an action
         # has caused is known before the answer to the next command.
-        session.on("Page.frameRequestedNavigation", lambda event: self._note(event, True))
-        session.on("Page.frameStartedLoading", lambda event: self._note(event, True))
-        session.on("Page.frameStoppedLoading", lambda event: self._note(event, False))
-        session.on("Page.frameDetached", lambda event: self._note(event, False))
+        for name in ("RequestedNavigation", "StartedLoading"):
+            session.on(f"Page.frame{name}", self._note_loading)
+        for name in ("StoppedLoading", "Detached"):
+            session.on(f"Page.frame{name}", lambda e: self._loading.discard(e["frameId"]))
         session.on("Page.windowOpen", self._count_window)
-        for name in ("loadingFinished", "loadingFailed"):
-            session.on(f"Network.{name}", lambda e: self.requests.discard(e["requestId"]))
         session.on("Network.requestWillBeSent", lambda e: self.requests.add(e["requestId"]))
+        for name in ("Finished", "Failed"):
+            session.on(f"Network.loading{name}", lambda e: self.requests.discard(e["requestId"]))
         await session.send("Page.enable")
         await session.send("Network.enable")
         return session
 
-    def _note(self, event: dict, is_loading: bool) -> None:
-        if is_loading and event.get("disposition", "currentTab") == "currentTab":
+    def _note_loading(self, event: dict) -> None:
+        if event.get("disposition", "currentTab") == "currentTab":
             self._loading.add(event["frameId"])
-            self._loaded.clear()
-        elif not is_loading:
-            self._loading.discard(event["frameId"])
-            if not self._loading:
-                self._loaded.set()
 
     @property
     def is_gone(self) -> bool:
-        return self.hangs or self.page.is_closed()
+        return bool(self.problem) or self.page.is_closed()
 
     def give_up(self, problem: str = "did not respond") -> None:
-        """Its session will close the tab."""
-        if not self.hangs:
-            self.hangs, self.problem = True, problem
+        self.problem = self.problem or problem
 
     def _count_window(self, event: dict) -> None:
         """Chromium allows a page one new window for each click; a loop gets no more."""
@@ -126,13 +114,13 @@ class Tab:
     def count_popup(self) -> None:
         """Close the page if it is in a loop, also while its code still runs."""
         self.num_popups += 1
-        if self.num_popups > MAX_POPUPS and not self.hangs:
+        if self.num_popups > MAX_POPUPS and not self.problem:
             self.give_up("opened dialogs or windows in a loop")
-            _background(self.page.close())
+            _start(self.page.close())
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """A command of Chromium's DevTools protocol."""
-        session = await asyncio.shield(self.is_attached)
+        session = await asyncio.shield(self.devtools)
         return await session.send(method, parameters)
 
     async def evaluate(self, script: str) -> Any:
@@ -147,28 +135,22 @@ class Tab:
         end, quiet_end = time.monotonic() + LOAD_S, 0.0
         script = _IS_QUIET % (QUIET_MS, MAX_QUIET_S * 1000)
         while not self.is_gone:
-            try:
-                await asyncio.wait_for(self._loaded.wait(), max(end - time.monotonic(), 0.01))
-            except TimeoutError:
+            has_loaded = False
+            if not self._loading:
+                quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
+                try:
+                    has_loaded = await asyncio.wait_for(self.evaluate(script), ACT_S)
+                except TimeoutError:
+                    self.give_up()
+                except Exception:  # the document was replaced
+                    pass
+            is_quiet = not self.requests or time.monotonic() > quiet_end
+            if has_loaded and is_quiet and not self._loading:
+                return True
+            if time.monotonic() > end:
                 await self.stop_loading()
                 return False
-            quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
-            try:
-                has_loaded = await asyncio.wait_for(self.evaluate(script), ACT_S)
-            except TimeoutError:
-                self.give_up()
-            except Exception:  # the document was replaced
-                if time.monotonic() > end:
-                    return False
-                await asyncio.sleep(0.01)
-            else:
-                is_quiet = not self.requests or time.monotonic() > quiet_end
-                if has_loaded and is_quiet and not self._loading:
-                    return True
-                if time.monotonic() > end:
-                    await self.stop_loading()
-                    return False
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
         return True
 
     async def stop_loading(self) -> None:
@@ -177,40 +159,30 @@ class Tab:
         except TimeoutError:
             self.give_up()
         self._loading.clear()
-        self._loaded.set()
 
 
 class Session:
     """One context: the tabs and cookies of one episode. All methods run in the browser's thread,
-    by Browser.call.
+    by Browser.call."""
 
-    Args:
-        max_lines: of an observation.
-    """
+    tab: Tab  # the current one
 
-    def __init__(self, browser: Browser, addresses: Addresses, max_lines: int) -> None:
-        self._browser, self.addresses, self._max_lines = browser, addresses, max_lines
+    def __init__(self, browser: Browser, addresses: Addresses) -> None:
+        self._browser, self.addresses = browser, addresses
         self._tabs: list[Tab] = []
-        self._current: Tab | None = None
+        self._is_opening = False  # a tab of ours, about which the policy is not told
         self._notes: list[str] = []  # what happened beside the action
-        self._start_url = "about:blank"
 
-    @property
-    def tab(self) -> Tab:
-        assert self._current is not None  # set by open()
-        return self._current
-
-    async def open(
-        self,
-        urls: Sequence[str],
-        cookies: Iterable[dict[str, str]] = (),
-        storage_state: Path | None = None,
-    ) -> None:
+    async def open(self, urls: Sequence[str], cookies: dict | Path | None = None) -> None:
         """Open the context and one tab for each real URL. Raises CannotAct if a page does not
-        open."""
+        open.
+
+        Args:
+            cookies: Playwright's "storage state", or a file with one.
+        """
         self._context = await self._browser.chromium.new_context(
             viewport={"width": WIDTH, "height": HEIGHT},
-            storage_state=storage_state,
+            storage_state=cookies,
             accept_downloads=False,
             service_workers="block",
             locale="en-US",
@@ -219,8 +191,6 @@ class Session:
         )
         self._context.set_default_timeout(1000 * LOAD_S)
         self._context.on("page", self._add_tab)
-        if cookies:
-            await self._context.add_cookies(list(cookies))
         # Chromium compares the pattern; Python hears only of what is refused.
         origins = "|".join(map(re.escape, self.addresses.origins))
         outside = re.compile(rf"^(?!(?:{origins})(?:[/?#]|$)|data:|blob:|about:)")
@@ -230,12 +200,10 @@ class Session:
             await self._new_tab()
             await self._goto(url)
             await self._settle()
-        self._current = self._tabs[0]
-        await self.tab.page.bring_to_front()
+        await self._focus(self._tabs[0])
 
     async def close(self) -> None:
-        if hasattr(self, "_context"):
-            await asyncio.wait_for(self._context.close(), CLOSE_S)
+        await asyncio.wait_for(self._context.close(), CLOSE_S)
 
     # ------------------------------------------------------------------ what happens by itself
 
@@ -251,18 +219,21 @@ class Session:
             await route.abort("aborted")  # the tab stays where it is
 
     def _add_tab(self, page: Any) -> None:
-        if len(self._tabs) >= MAX_TABS and self._current is not None:
+        if len(self._tabs) >= MAX_TABS and not self._is_opening:
             self._note(f"A new tab was closed, because {MAX_TABS} are open.")
-            _background(page.close())
+            _start(page.close())
             return
         tab = Tab(page)
         self._tabs.append(tab)
         page.on("dialog", lambda dialog: self._dismiss(tab, dialog))
-        page.on("download", self._refuse_download)
+        page.on("download", self._note_download)
         page.on("close", lambda _: self._forget(tab))
-        if self._current is not None:
+        if not self._is_opening:
             self._note(f"A new tab {len(self._tabs) - 1} was opened.")
-            self._current.awaited_windows -= 1
+            self.tab.awaited_windows -= 1
+
+    def _note_download(self, download: Any) -> None:
+        self._note(f"The download of {download.suggested_filename[:100]!r} was refused.")
 
     def _forget(self, tab: Tab) -> None:
         if tab in self._tabs:
@@ -270,18 +241,12 @@ class Session:
 
     async def _dismiss(self, tab: Tab, dialog: Any) -> None:
         tab.count_popup()
-        if dialog.type != "beforeunload":
-            self._note(f"A dialog said {dialog.message[:200]!r} and was dismissed.")
         with contextlib.suppress(Exception):  # the page was closed
             if dialog.type == "beforeunload":  # dismissed, it would keep the page
                 await dialog.accept()
             else:
+                self._note(f"A dialog said {dialog.message[:200]!r} and was dismissed.")
                 await dialog.dismiss()
-
-    async def _refuse_download(self, download: Any) -> None:
-        self._note(f"The download of {download.suggested_filename[:100]!r} was refused.")
-        with contextlib.suppress(Exception):
-            await download.cancel()
 
     # ------------------------------------------------------------------------------ actions
 
@@ -325,19 +290,16 @@ class Session:
     async def _play(self, action: Action, node: Node | None) -> None:
         page = self.tab.page
         match action.kind:
-            case "click" | "hover" | "type":
-                assert node is not None
-                x, y = await self._point(node)
-                if action.kind == "hover":
-                    await page.mouse.move(x, y)
-                    return
-                await page.mouse.click(x, y)
-                if action.kind == "type":
-                    await page.keyboard.type(action.text)
-                    if action.enter:
-                        await page.keyboard.press("Enter")
+            case "hover":
+                await page.mouse.move(*await self._point(node))
+            case "click":
+                await page.mouse.click(*await self._point(node))
+            case "type":
+                await page.mouse.click(*await self._point(node))
+                await page.keyboard.type(action.text)
+                if action.enter:
+                    await page.keyboard.press("Enter")
             case "select":
-                assert node is not None
                 await self._select(node, action.text)
             case "press":
                 await page.keyboard.press(action.text)
@@ -354,21 +316,33 @@ class Session:
             case "tab_focus":
                 if action.number >= len(self._tabs):
                     raise CannotAct(f"There is no tab {action.number}.")
-                self._current = self._tabs[action.number]
-                await self.tab.page.bring_to_front()
+                await self._focus(self._tabs[action.number])
             case "close_tab":
                 await page.close()
-                self._forget(self.tab)
-                if self._tabs:
-                    self._current = self._tabs[-1]
-                else:
-                    await self._new_tab()
+                await self._leave_tab()
 
     async def _new_tab(self) -> None:
-        self._current = None  # our own tab is not told
+        self._is_opening = True
         page = await self._context.new_page()
-        self._current = next(tab for tab in self._tabs if tab.page is page)
-        await self._current.is_attached
+        self._is_opening = False
+        self.tab = next(tab for tab in self._tabs if tab.page is page)
+        await self.tab.devtools
+
+    async def _focus(self, tab: Tab) -> None:
+        self.tab = tab
+        await tab.page.bring_to_front()
+
+    async def _leave_tab(self, url: str = "") -> None:
+        """Forget the current tab and go to another one. If there is none, open one at `url`."""
+        self._forget(self.tab)
+        if self._tabs:
+            self.tab = self._tabs[-1]
+            return
+        await self._new_tab()
+        if url:
+            with contextlib.suppress(CannotAct):
+                await self._goto(url)
+                await self._settle()
 
     async def _goto(self, url: str) -> None:
         try:
@@ -390,27 +364,28 @@ class Session:
         go = self.tab.page.go_back if offset < 0 else self.tab.page.go_forward
         await go(wait_until="commit")
 
-    async def _point(self, node: Node) -> tuple[float, float]:
-        """The middle of an element, scrolled into view."""
+    async def _send(self, node: Node | None, command: str) -> dict[str, Any]:
+        """A command about an element. Raises CannotAct if the element is gone."""
+        if node is None:
+            raise CannotAct("There is no such element on this screen.")
         try:
-            await self.tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=node.backend_id)
-            answer = await self.tab.send("DOM.getContentQuads", backendNodeId=node.backend_id)
-            quad = answer["quads"][0]
+            return await self.tab.send(f"DOM.{command}", backendNodeId=node.backend_id)
         except Exception as error:
             if self.tab.page.is_closed():
                 raise
             raise CannotAct(f"The element {node.line()[:200]} is no longer on the page.") from error
+
+    async def _point(self, node: Node | None) -> tuple[float, float]:
+        """The middle of an element, scrolled into view."""
+        await self._send(node, "scrollIntoViewIfNeeded")
+        quad = (await self._send(node, "getContentQuads"))["quads"][0]
         return sum(quad[0::2]) / 4, sum(quad[1::2]) / 4
 
-    async def _select(self, node: Node, option: str) -> None:
-        try:
-            resolved = await self.tab.send("DOM.resolveNode", backendNodeId=node.backend_id)
-        except Exception as error:
-            raise CannotAct(f"The element {node.line()[:200]} is no longer on the page.") from error
+    async def _select(self, node: Node | None, option: str) -> None:
         answer = await self.tab.send(
             "Runtime.callFunctionOn",
             functionDeclaration=_SELECT,
-            objectId=resolved["object"]["objectId"],
+            objectId=(await self._send(node, "resolveNode"))["object"]["objectId"],
             arguments=[{"value": option}],
             returnByValue=True,
             userGesture=True,
@@ -424,10 +399,13 @@ class Session:
 
     async def look(self) -> Page:
         """The current page, with the tabs line. A tab that hangs is replaced."""
-        page = None
+        page = Page(self.addresses.to_public(self.tab.page.url), text="(no page can be shown)")
         for url in (self._start_url, "", ""):  # a start page can hang, too
             if self.tab.is_gone:
-                await self._replace_tab(url)
+                problem = self.tab.problem or "closed its window"
+                self._note(f"The page {problem}, so its tab was closed.")
+                _start(self.tab.page.close())
+                await self._leave_tab(url)
             try:
                 page = await asyncio.wait_for(self._read(), LOOK_S)
                 break
@@ -435,15 +413,12 @@ class Session:
                 self.tab.give_up()
             except Exception:  # the document was replaced
                 await self._settle()
-        if page is None:
-            page = Page(self.addresses.to_public(self.tab.page.url), text="(no page can be shown)")
-        titles = [await self._title(tab) for tab in self._tabs]
         names = [
-            f"Tab {number}{' (current)' if tab is self.tab else ''}: {title}"
-            for number, (tab, title) in enumerate(zip(self._tabs, titles))
+            f"Tab {number}{' (current)' if tab is self.tab else ''}: {await self._title(tab)}"
+            for number, tab in enumerate(self._tabs)
         ]
         text = self.addresses.to_public(f"{' | '.join(names)}\n\n{page.text}")
-        return Page(page.url, page.nodes, text)
+        return replace(page, text=text)
 
     async def _read(self) -> Page:
         url = self.addresses.to_public(self.tab.page.url)
@@ -455,53 +430,36 @@ class Session:
             self.tab.send("DOMSnapshot.captureSnapshot", computedStyles=[]),
             self.tab.send("Accessibility.getFullAXTree"),
         )
-        return read_page(url, tree["nodes"], snapshot, self._max_lines)
+        return read_page(url, tree["nodes"], snapshot)
 
     async def _title(self, tab: Tab) -> str:
         """The browser process knows it, so a tab that hangs is not asked."""
         with contextlib.suppress(Exception):
             answer = await asyncio.wait_for(tab.send("Target.getTargetInfo"), 1)
-            tab.title = " ".join(answer["targetInfo"]["title"].split())[:200]
-        return tab.title
+            return " ".join(answer["targetInfo"]["title"].split())[:200]
+        return ""
 
-    async def _replace_tab(self, url: str) -> None:
-        """Close the current tab, which hangs or is gone, and go to another one. If there is none,
-        open one at `url`."""
-        tab = self.tab
-        self._note(f"The page {tab.problem}, so its tab was closed.")
-        if not tab.page.is_closed():
-            _background(tab.page.close())
-        self._forget(tab)
-        if self._tabs:
-            self._current = self._tabs[-1]
-            return
-        await self._new_tab()
-        if url:
-            with contextlib.suppress(CannotAct):
-                await self._goto(url)
-                await self._settle()
-
-    async def read(self, url: str, locator: str, preparations: Sequence[str] = ()) -> str:
-        """For the evaluators: the HTML of the page at `url` ("last": the current one), or the value
-        of the JavaScript expression `locator` there; "" if that fails."""
+    async def read(self, url: str, locator: str, preparations: Sequence[str]) -> str:
+        """See evaluators.Final."""
         last = self.tab
         try:
             if url != "last":
+                real = self.addresses.to_real(url)
                 await self._new_tab()
-                await self._goto(url)
+                await self._goto(real)
                 await self._settle()
             page = self.tab.page
             with contextlib.suppress(Exception):
                 for script in preparations:
                     await page.evaluate(f"() => {script}")
             result = await (page.evaluate(f"() => {locator}") if locator else page.content())
-            return str(result)
+            return self.addresses.to_public(str(result))
         except Exception:
             return ""
         finally:
-            if self._current not in (last, None):
+            if self.tab is not last:
                 await self.tab.page.close()
-            self._current = last
+            self.tab = last
 
     async def screenshot(self) -> str:
         """The viewport as a data URL; "" if the page does not answer."""
@@ -513,19 +471,21 @@ class Session:
         return f"data:image/jpeg;base64,{data}"
 
 
-def _background(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Run a coroutine whose result and errors do not matter."""
-
-    async def run() -> None:
-        with contextlib.suppress(Exception):
-            await coroutine
-
-    task = asyncio.ensure_future(run())
-    _tasks.add(task)  # the loop does not keep a reference to its tasks
-    task.add_done_callback(_tasks.discard)
+_started: set[asyncio.Future] = set()
 
 
-_tasks: set[asyncio.Future] = set()
+def _start(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Future:
+    """Run a coroutine whose error matters only to those who await it."""
+
+    def forget(task: asyncio.Future) -> None:
+        _started.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    task = asyncio.ensure_future(coroutine)
+    _started.add(task)  # the loop does not keep a reference to its tasks
+    task.add_done_callback(forget)
+    return task
 
 
 def _first_line(error: Exception) -> str:

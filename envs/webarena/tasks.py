@@ -1,12 +1,13 @@
 """The numbered list of WebArena's tasks: the official ones and ours.
 
       0 .. 811   the official tasks, read from the wheel `libwebarena`; they need the official
-                 sites, whose addresses are in the environment variables of ADDRESSES
+                 sites, whose addresses are in the environment variables of PUBLIC
     812 ..       ours, on the sites in sites/; made by templates.py
 
 All are dicts in WebArena's format, with the keys "task_id", "sites", "start_url", "intent", "eval",
-and more. Addresses contain placeholders such as __SHOPPING__. The sub-task is the site where a task
-starts. Id lists in ids/, written once by write_ids.py at commit dbb8f0f:
+and more. They hold the addresses that the policy sees in place of __SHOPPING__ and the like. The
+sub-task is the site where a task starts. Id lists in ids/, written once by write_ids.py at commit
+dbb8f0f:
 
     train, test              372 and 50 of our tasks, in the paper's proportions of the sub-tasks
     template_test            the tasks of a fifth of the templates; train has none of these
@@ -25,11 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from envs import TaskIndexError
-from envs.webarena.oracle import Step
+from envs.webarena import sites
 from envs.webarena.templates import Instance, make_instances
 
 NUM_OFFICIAL = 812
-ADDRESSES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP", "WIKIPEDIA", "HOMEPAGE")
+# The addresses that the policy sees, by the variable with the address of the official site.
+PUBLIC = {site.upper(): address for site, address in sites.PUBLIC.items()} | {
+    "WIKIPEDIA": "http://wikipedia.org",
+    "HOMEPAGE": "http://homepage.com",
+}
 SUBTASKS = {
     "shopping": "Shopping",
     "shopping_admin": "CMS",
@@ -55,26 +60,27 @@ def num_tasks() -> int:
 
 
 def task(index: int) -> dict[str, Any]:
-    """A task in WebArena's format. TaskIndexError for an official one if something is missing."""
+    """A task in WebArena's format. TaskIndexError for an official one if the wheel or the address
+    of a site is missing."""
     if index < NUM_OFFICIAL:
-        return official_tasks()[index]
+        if missing := [name for name in PUBLIC if not os.environ.get(name)]:
+            raise TaskIndexError(
+                "WebArena's official tasks need the addresses of its sites; set "
+                f"{', '.join(missing)}. Our own tasks begin at {NUM_OFFICIAL}"
+            )
+        return read_wheel()[index]
     instance = ours()[index - NUM_OFFICIAL]
     names = re.findall(r"\{(\w+)\}", instance.intent_template)
     return {
         "task_id": index,
         "sites": instance.sites,
-        "start_url": f"__{instance.sites[0].upper()}__",
+        "start_url": sites.PUBLIC[instance.sites[0]],
         "require_login": instance.sites != ["map"],
         "intent": instance.intent_template.format(**instance.values),
         "intent_template": re.sub(r"\{(\w+)\}", r"{{\1}}", instance.intent_template),
         "instantiation_dict": {name: instance.values[name] for name in names},
         "eval": instance.evaluation,
     }
-
-
-def plan(index: int) -> tuple[Step, ...]:
-    """The plan of one of our tasks."""
-    return ours()[index - NUM_OFFICIAL].plan
 
 
 def subtask(index: int) -> str:
@@ -91,21 +97,14 @@ def official_subtasks() -> list[str]:
     return [by_letter[letter] for letter, length in runs for _ in range(int(length))]
 
 
-def official_tasks() -> list[dict[str, Any]]:
-    """Raises TaskIndexError if the wheel or the address of a site is missing."""
-    if missing := [name for name in ADDRESSES if not os.environ.get(name)]:
-        raise TaskIndexError(
-            f"WebArena's official tasks need the addresses of its sites; set {', '.join(missing)}. "
-            f"Our own tasks begin at {NUM_OFFICIAL}"
-        )
-    return read_wheel()
-
-
 @cache
 def read_wheel() -> list[dict[str, Any]]:
     try:
         path = distribution("libwebarena").locate_file("webarena/test.raw.json")
-        return json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        text = Path(str(path)).read_text(encoding="utf-8")
     except (PackageNotFoundError, OSError) as error:
         hint = "pip install --no-deps libwebarena==0.0.5"
         raise TaskIndexError(f"WebArena's official tasks are not installed; {hint}") from error
+    for name, address in PUBLIC.items():
+        text = text.replace(f"__{name}__", address)
+    return json.loads(text)

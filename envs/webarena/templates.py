@@ -107,7 +107,7 @@ class Filled:
 
     def url(self, pattern: str) -> str:
         site, path = self.address(pattern)
-        return f"__{site.upper()}__{path}"
+        return f"{PUBLIC[site]}{path}"
 
     def at(self, pattern: str) -> Condition:
         site, path = self.address(pattern)

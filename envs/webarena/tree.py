@@ -21,14 +21,14 @@ Left out: nodes of which less than 60 % is inside the viewport, as in WebArena; 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qsl, urlsplit
 
 WIDTH, HEIGHT = 1280, 720  # of the viewport, in pixels
 MIN_IN_VIEW = 0.6  # of a node's area
 MAX_NAME = 1000  # characters of a name or value
 MAX_OPTIONS = 20  # of a combobox
+MAX_LINES = 200  # of a page
 FIELDS = {"textbox", "searchbox", "spinbutton", "combobox", "slider", "Date", "DateTime"}
 ACTIONABLE = FIELDS | {
     *("link", "button", "checkbox", "radio", "switch", "tab", "option", "listbox", "treeitem"),
@@ -39,6 +39,9 @@ NOISE = {"InlineTextBox", "LineBreak", "ListMarker", "RootWebArea", "none"}
 CELLS = {"cell", "gridcell", "columnheader", "rowheader"}
 STATES = ("checked", "selected", "expanded", "pressed", "disabled", "required", "focused")
 SHOWN_WHEN_FALSE = ("checked", "expanded", "pressed")
+
+
+Box = tuple[float, float, float, float]  # left, top, width, height in pixels of the viewport
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,7 @@ class Node:
     states: Mapping[str, bool] = field(default_factory=dict)  # of STATES
     element_id: int = 0  # the number in brackets; 0 outside the viewport and for plain text
     backend_id: int = 0  # Chromium's number
-    box: tuple[float, float, float, float] = (0, 0, 0, 0)  # left, top, width, height in pixels
-
-    @property
-    def is_checked(self) -> bool:
-        return self.states.get("checked", False)
+    box: Box = (0, 0, 0, 0)
 
     def line(self) -> str:
         parts = [f"[{self.element_id}]"] if self.element_id else []
@@ -94,19 +93,13 @@ class Page:
         return next((n for n in self.nodes if (n.role, n.name) == (role, name)), None)
 
     def element(self, element_id: int) -> Node | None:
-        """The node with this number."""
-        nodes = (node for node in self.nodes if node.element_id)
-        return next((node for node in nodes if node.element_id == element_id), None)
+        """The node with this number, which the text shows; there is no element 0."""
+        return next((n for n in self.nodes if 0 < n.element_id == element_id), None)
 
 
-def read_page(url: str, tree: list[dict], snapshot: dict, max_lines: int) -> Page:
-    """Build a page from Chromium's answers.
-
-    Args:
-        tree: nodes of Accessibility.getFullAXTree.
-        snapshot: of DOMSnapshot.captureSnapshot.
-        max_lines: the text has at most this many lines of nodes.
-    """
+def read_page(url: str, tree: list[dict], snapshot: dict) -> Page:
+    """Build a page from the nodes of Chromium's Accessibility.getFullAXTree and the answer of
+    DOMSnapshot.captureSnapshot."""
     layout = _Layout(snapshot)
     nodes: list[Node] = []
     lines: list[str] = []
@@ -114,12 +107,12 @@ def read_page(url: str, tree: list[dict], snapshot: dict, max_lines: int) -> Pag
     for depth, node, is_actionable in _walk(tree, layout):
         if depth is not None and lines and _is_label(lines[-1], node):
             lines.pop()
-        if depth is not None and len(lines) >= max_lines:
-            num_cut, depth = num_cut + 1, None
-        if depth is not None:
+        if depth is not None and len(lines) >= MAX_LINES:
+            num_cut += 1
+        elif depth is not None:
             if is_actionable:
                 num_elements += 1
-                node = Node(**vars(node) | {"element_id": num_elements})
+                node = replace(node, element_id=num_elements)
             lines.append("\t" * depth + node.line())
         nodes.append(node)
     if num_cut:
@@ -136,22 +129,21 @@ class _Layout:
 
     def __init__(self, snapshot: dict) -> None:
         document = snapshot["documents"][0]
-        left, self.top = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
-        self.height = document.get("contentHeight", 0)
+        left, self.top = document["scrollOffsetX"], document["scrollOffsetY"]
+        self.height = document["contentHeight"]
         ids = document["nodes"]["backendNodeId"]
-        self.clickable = {ids[i] for i in document["nodes"].get("isClickable", {}).get("index", ())}
+        self.clickable = {ids[i] for i in document["nodes"]["isClickable"]["index"]}
         layout = document["layout"]
-        self.boxes: dict[int, tuple[float, float, float, float]] = {}
+        self.boxes: dict[int, Box] = {}
         for index, (x, y, width, height) in zip(layout["nodeIndex"], layout["bounds"]):
             self.boxes.setdefault(ids[index], (x - left, y - self.top, width, height))
 
-    def is_in_view(self, backend_id: int) -> bool:
-        x, y, width, height = self.boxes.get(backend_id, (0, 0, 0, 0))
-        if width <= 0 or height <= 0:
-            return False
-        inside_x = max(0.0, min(x + width, WIDTH) - max(x, 0))
-        inside_y = max(0.0, min(y + height, HEIGHT) - max(y, 0))
-        return inside_x * inside_y >= MIN_IN_VIEW * width * height
+
+def _is_in_view(box: Box) -> bool:
+    x, y, width, height = box
+    inside_x = max(0.0, min(x + width, WIDTH) - max(x, 0))
+    inside_y = max(0.0, min(y + height, HEIGHT) - max(y, 0))
+    return width > 0 < height and inside_x * inside_y >= MIN_IN_VIEW * width * height
 
 
 def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node, bool]]:
@@ -163,19 +155,18 @@ def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node,
         raw = by_id.pop(node_id, None)  # Chromium lists a few nodes twice
         if raw is None:
             continue
-        role = raw.get("role", {}).get("value") or "none"
+        role = _text(raw, "role")
         children = raw.get("childIds", ())
         if not raw.get("ignored") and role not in NOISE:
             properties = {p["name"]: p["value"].get("value") for p in raw.get("properties", ())}
             backend_id = raw.get("backendDOMNodeId", 0)
-            options = _options(raw, by_id) if role == "combobox" else ()
             node = Node(
                 role,
-                _clean(raw.get("name", {}).get("value")),
-                _clean(raw.get("value", {}).get("value")) if role in FIELDS else "",
-                options,
+                _text(raw, "name"),
+                _text(raw, "value") if role in FIELDS else "",
+                _options(raw, by_id) if role == "combobox" else (),
                 {
-                    name: _is_true(properties[name])
+                    name: properties[name] in (True, "true")
                     for name in STATES
                     if name in properties and (name, role) != ("expanded", "combobox")
                 },
@@ -186,7 +177,7 @@ def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node,
             can_act |= backend_id in layout.clickable and role not in ("StaticText", "LabelText")
             if role in FIELDS:
                 children = ()  # its value is in its line
-            is_shown = (node.name or can_act or role in GROUPS) and layout.is_in_view(backend_id)
+            is_shown = (node.name or can_act or role in GROUPS) and _is_in_view(node.box)
             if role in CELLS and not can_act and _has_same_name(node.name, children, by_id):
                 is_shown = False
             if role == "StaticText" and node.name in name_around:
@@ -197,21 +188,18 @@ def _walk(tree: list[dict], layout: _Layout) -> Iterator[tuple[int | None, Node,
         stack += [(child, depth, name_around) for child in reversed(children)]
 
 
-def _clean(text: Any) -> str:
-    text = " ".join(str("" if text is None else text)[: 2 * MAX_NAME].split())
+def _text(raw: dict, name: str) -> str:
+    """The role, name or value of one of Chromium's nodes, in one line of limited length."""
+    text = " ".join(str(raw.get(name, {}).get("value", ""))[: 2 * MAX_NAME].split())
     return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}..."
-
-
-def _is_true(value: Any) -> bool:
-    return value is True or value == "true"
 
 
 def _options(combobox: dict, by_id: Mapping[str, dict]) -> tuple[str, ...]:
     names, stack = [], list(reversed(combobox.get("childIds", ())))
     while stack:
         node = by_id.get(stack.pop(), {})
-        if node.get("role", {}).get("value") == "option":
-            names.append(_clean(node.get("name", {}).get("value")))
+        if _text(node, "role") == "option":
+            names.append(_text(node, "name"))
         stack += reversed(node.get("childIds", ()))
     return tuple(names)
 
@@ -219,11 +207,7 @@ def _options(combobox: dict, by_id: Mapping[str, dict]) -> tuple[str, ...]:
 def _has_same_name(name: str, children: Iterable[str], by_id: Mapping[str, dict]) -> bool:
     """Whether the only child is a link or button with this name, so that one line is enough."""
     nodes = [by_id[child] for child in children if child in by_id]
-    return (
-        len(nodes) == 1
-        and nodes[0].get("role", {}).get("value") in ACTIONABLE
-        and _clean(nodes[0].get("name", {}).get("value")) == name
-    )
+    return [_text(node, "name") for node in nodes if _text(node, "role") in ACTIONABLE] == [name]
 
 
 def _is_label(line: str, node: Node) -> bool:
