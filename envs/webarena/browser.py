@@ -121,7 +121,7 @@ class Browser:
             coroutine.close()
             raise BrowserLost
         try:
-            return self._run(coroutine, CALL_S)
+            result = self._run(coroutine, CALL_S)
         except CannotAct:
             raise
         except BaseException as error:
@@ -129,6 +129,9 @@ class Browser:
             if self._ended.wait(0.5):
                 raise BrowserLost from error
             raise
+        if self.has_ended:
+            raise BrowserLost
+        return result
 
     def _run(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -64,7 +64,6 @@ from envs.webarena.oracle import next_move
 from envs.webarena.session import Session
 from envs.webarena.sites import SITES, Sites
 from envs.webarena.tasks import PUBLIC
-from envs.webarena.tree import FIELDS
 from envs.wire import Outcome
 
 MAX_TURNS = 100
@@ -227,39 +226,40 @@ class WebArena:
         return self._observation()
 
     def _open(self) -> None:
-        cookies: dict | Path | None
-        if self._task_index < tasks.NUM_OFFICIAL:
-            real = {PUBLIC[name]: address for name, address in _addresses().items()}
-            cookies = self._official_cookies()
-        self._sites, self._browser = _shared.start()
-        if self._task_index >= tasks.NUM_OFFICIAL:
-            self._token = self._sites.open()
-            self._opened.callback(self._sites.close, self._token)
-            urls = {site: self._sites.base_url(site, self._token) for site in SITES}
-            real = {PUBLIC[site.upper()]: url for site, url in urls.items()}
-            signed_in = [
-                {"name": name, "value": value, "url": url}
-                for site, url in urls.items()
-                for name, value in self._sites.sign_in(site).items()
-            ]
-            cookies = {"cookies": signed_in}
+        is_official = self._task_index < tasks.NUM_OFFICIAL
+        real, cookies = (self._official_sites if is_official else self._our_sites)()
         addresses = Addresses(real)
+        _, self._browser = _shared.start()
         self._session = Session(self._browser, addresses)
         self._opened.callback(self._close_tabs)
         start = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
         self._browser.call(self._session.open(start, cookies))
         self._page = self._browser.call(self._session.look())
 
-    def _official_cookies(self) -> Path | None:
-        """The file with the cookies of an official task's accounts. Raises TaskIndexError if the
+    def _our_sites(self) -> tuple[dict[str, str], dict]:
+        """The real addresses by the public ones, and the cookies of the accounts."""
+        self._sites, _ = _shared.start()
+        self._token = self._sites.open()
+        self._opened.callback(self._sites.close, self._token)
+        urls = {site: self._sites.base_url(site, self._token) for site in SITES}
+        signed_in = [
+            {"name": name, "value": value, "url": url}
+            for site, url in urls.items()
+            for name, value in self._sites.sign_in(site).items()
+        ]
+        return {PUBLIC[site.upper()]: url for site, url in urls.items()}, {"cookies": signed_in}
+
+    def _official_sites(self) -> tuple[dict[str, str], Path | None]:
+        """The same for an official task; the cookies are in a file. Raises TaskIndexError if the
         task cannot be played here."""
+        real = {PUBLIC[name]: address for name, address in _addresses().items()}
         if needs_judge(self._task) and not os.environ.get("WEBARENA_JUDGE_URL"):
             raise TaskIndexError(
                 f"a language model judges the answer to task {self._task_index}; name a chat "
                 "server in WEBARENA_JUDGE_URL"
             )
         if not self._task.get("storage_state"):
-            return None
+            return real, None
         folder = Path(os.environ.get("WEBARENA_AUTH") or ".auth")
         path = folder / Path(self._task["storage_state"]).name
         if not path.is_file():
@@ -267,7 +267,7 @@ class WebArena:
                 f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; "
                 "name its folder in WEBARENA_AUTH"
             )
-        return path
+        return real, path
 
     def _observation(self) -> str:
         return (
@@ -326,19 +326,17 @@ class WebArena:
         return self._sites.query(self._token, site, sql)
 
     def available_actions(self) -> list[str]:
-        """The oracle's action, clicks, options, and moves between pages. Any text can be typed."""
+        """The oracle's action, clicks, options, and moves between pages; any text can be typed."""
         self._stage.require_episode()
+        actions: list[str] = []
         if self._stage.is_over:
-            return []
-        actions = []
+            return actions
         with contextlib.suppress(OracleLost):
             actions.append(self.oracle()[1])
         for node in self._page.nodes:
             if node.element_id:
                 actions.append(str(Action("click", node.element_id)))
                 actions += [str(Action("select", node.element_id, name)) for name in node.options]
-                if node.role in FIELDS and not node.options:
-                    actions.append(str(Action("type", node.element_id, "text", enter=True)))
         actions += ["scroll [down]", "scroll [up]", "go_back", "go_forward", "stop []"]
         return list(dict.fromkeys(actions))
 

@@ -36,7 +36,7 @@ _AFTER = rf"(?=$|{_EDGE}|'(?:[smd]|re|ve|ll)?(?:$|{_EDGE})|\.[\])}}>\"'»”’ 
 
 class Final(Protocol):
     """What an evaluator may look at when the episode has ended. Texts and URLs hold the public
-    addresses."""
+    addresses; `url` is that of the current tab."""
 
     @property
     def url(self) -> str: ...

@@ -130,33 +130,33 @@ class Tab:
         return answer["result"].get("value")
 
     async def settle(self) -> bool:
-        """Wait until the page has loaded and is quiet. False if it is still loading after LOAD_S
-        seconds; its loading is then stopped."""
+        """Wait until the page has loaded and is quiet, or is gone. False if it is still loading
+        after LOAD_S seconds; its loading is then stopped."""
         end, quiet_end = time.monotonic() + LOAD_S, 0.0
         script = _IS_QUIET % (QUIET_MS, MAX_QUIET_S * 1000)
-        while not self.is_gone:
-            has_loaded = False
-            if not self._loading:
-                quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
-                try:
-                    has_loaded = await asyncio.wait_for(self.evaluate(script), ACT_S)
-                except TimeoutError:
-                    self.give_up()
-                except Exception:  # the document was replaced
-                    pass
+        while not self.is_gone and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+            if self._loading:
+                continue
+            quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
+            try:
+                has_loaded = await asyncio.wait_for(self.evaluate(script), ACT_S)
+            except TimeoutError:
+                self.give_up()
+                return True
+            except Exception:  # the document was replaced
+                continue
             is_quiet = not self.requests or time.monotonic() > quiet_end
             if has_loaded and is_quiet and not self._loading:
                 return True
-            if time.monotonic() > end:
-                await self.stop_loading()
-                return False
-            await asyncio.sleep(0.01)
-        return True
+        if not self.is_gone:
+            await self.stop_loading()
+        return self.is_gone
 
     async def stop_loading(self) -> None:
         try:
             await asyncio.wait_for(self.send("Page.stopLoading"), 2)
-        except TimeoutError:
+        except Exception:
             self.give_up()
         self._loading.clear()
 
