@@ -62,7 +62,7 @@ def test_the_oracle_solves_a_task_also_after_wrong_moves(env):
     assert solve(env, FIRST, wrong)[1] == 1
 
 
-def test_an_answer_that_is_wrong_ends_the_episode_without_a_reward(env):
+def test_a_wrong_answer_ends_the_episode_without_a_reward(env):
     env.reset(FIRST)
     observation, reward, terminated, _, info = env.step("stop [I do not know]")
     assert (reward, terminated, info["success"]) == (0, True, False)

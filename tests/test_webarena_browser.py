@@ -83,8 +83,7 @@ class Player:
         self.browser = browser
         addresses = Addresses({"http://shop.com": f"http://shop-{token}.test"})
         self.session = Session(browser, addresses)
-        browser.call(self.session.open([f"http://shop-{token}.test{path}"]))
-        self.page = browser.call(self.session.look())
+        self.page = browser.call(self.session.open([f"http://shop-{token}.test{path}"]))
 
     def play(self, text):
         """Play an action; an element can be named by its name instead of its number."""

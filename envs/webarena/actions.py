@@ -1,12 +1,7 @@
 """The actions of WebArena: from the policy's text to an action and back.
 
-The policy writes its reasoning and then one action between triple backticks. Elements are named by
-the number that the observation shows in brackets:
-
-    click [id]            hover [id]           type [id] [text] [0|1]    1: press Enter (default)
-    select [id] [option]  press [keys]         scroll [down|up]
-    goto [url]            go_back              go_forward
-    new_tab               tab_focus [number]   close_tab                 stop [answer]
+The policy writes its reasoning and then one action between triple backticks; INSTRUCTIONS lists the
+actions.
 
     >>> parse("The cart is behind this link. ```click [12]```")
     'click [12]'
@@ -22,6 +17,18 @@ from dataclasses import dataclass
 
 from envs import ParseError
 
+INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree.
+[4] is the number of an element. Each turn is one action:
+click [id]: click an element
+type [id] [text] [1]: click a field, type into it and press Enter; with [0] without Enter
+select [id] [option]: choose an option of a combobox
+hover [id]: move the mouse over an element
+press [keys]: press a key or a combination, as in press [Control+a]
+scroll [down] or scroll [up]: by one screen
+goto [address], go_back, go_forward: change the page
+new_tab, tab_focus [number], close_tab: change the tab
+stop [answer]: the task is done; the answer is short, or empty if none is asked for
+Think briefly, then write one action between triple backticks, as in ```click [4]```."""
 MAX_TEXT = 2000  # characters to type; each is a key press
 BLOCK = re.compile(r"```(.*?)```", re.DOTALL)
 # What follows the name of an action: how it is written, and how it is read. WebArena accepts text

@@ -14,8 +14,6 @@ Safety: Host names resolve only to the sites: `*.test` to the port of our own si
     the official sites if they are configured, and nothing else. A session also refuses requests
     outside its own sites (session.py).
 
-Environment variables: CHROMIUM, path of the browser (default: the first on the PATH).
-
 Read next: envs/webarena/session.py.
 """
 

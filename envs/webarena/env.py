@@ -33,7 +33,7 @@ Environment variables:
     WEBARENA_JUDGE_URL, WEBARENA_JUDGE_MODEL, WEBARENA_JUDGE_KEY_ENV
                               a chat server (http://HOST:PORT/v1), its model, and the name of the
                               variable with its key, for official tasks whose answers a model judges
-    CHROMIUM                  path of the browser
+    CHROMIUM                  path of the browser (default: the first on the PATH)
 
 Differences from AgentGym's server: one browser for all sessions, no fixed waiting time, our own
 numbers of elements, the action `select`, and texts of errors.
@@ -57,7 +57,7 @@ from urllib.parse import urlsplit
 import envs.webarena.tasks as tasks
 from envs import OracleLost, ParseError, TaskIndexError, Wire
 from envs.common import Stage, require_task, version_of, without_thought
-from envs.webarena.actions import BLOCK, Action, action_text, parse, read, say
+from envs.webarena.actions import BLOCK, INSTRUCTIONS, Action, action_text, parse, read, say
 from envs.webarena.browser import Addresses, Browser
 from envs.webarena.evaluators import evaluate, needs_judge
 from envs.webarena.oracle import next_move
@@ -67,18 +67,6 @@ from envs.webarena.tasks import PUBLIC
 from envs.wire import Outcome
 
 MAX_TURNS = 100
-INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree.
-[4] is the number of an element. Each turn is one action:
-click [id]: click an element
-type [id] [text] [1]: click a field, type into it and press Enter; with [0] without Enter
-select [id] [option]: choose an option of a combobox
-hover [id]: move the mouse over an element
-press [keys]: press a key or a combination, as in press [Control+a]
-scroll [down] or scroll [up]: by one screen
-goto [address], go_back, go_forward: change the page
-new_tab, tab_focus [number], close_tab: change the tab
-stop [answer]: the task is done; the answer is short, or empty if none is asked for
-Think briefly, then write one action between triple backticks, as in ```click [4]```."""
 
 
 class WebArenaWire(Wire):
@@ -233,8 +221,7 @@ class WebArena:
         self._session = Session(self._browser, addresses)
         self._opened.callback(self._close_tabs)
         start = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
-        self._browser.call(self._session.open(start, cookies))
-        self._page = self._browser.call(self._session.look())
+        self._page = self._browser.call(self._session.open(start, cookies))
 
     def _our_sites(self) -> tuple[dict[str, str], dict]:
         """The real addresses by the public ones, and the cookies of the accounts."""

@@ -223,7 +223,8 @@ def _call(function: str, final: Final, url: str = "last") -> str:
     arguments = [str(node.value) for node in call.args if isinstance(node, ast.Constant)]
     match call.func.id:
         case "reddit_get_post_url":
-            return _post_url(final.url)
+            match = re.match(r"(https?://[^/]+/f/[^/]*/[^/?#]*)", final.url)
+            return f"{match[1]}/" if match else final.url
         case "gitlab_get_project_memeber_role":
             return final.read(url, _ROLE % json.dumps(f"@{arguments[0]}"), ())
         case "shopping_get_latest_order_url":
@@ -236,13 +237,6 @@ def _call(function: str, final: Final, url: str = "last") -> str:
             reviews = _shop_api(f"products/{arguments[0]}/reviews")
             return str(reviews[-1]["ratings"][0]["percent"]) if reviews else ""
     raise EvaluationFailed(f"the task calls an unknown function: {function}")
-
-
-def _post_url(url: str) -> str:
-    """The address of the forum post to which a page belongs; other addresses as they are."""
-    parts = urlsplit(url)
-    match = re.match(r"/f/([^/]*)/([^/]*)", parts.path)
-    return f"{parts.scheme}://{parts.netloc}/f/{match[1]}/{match[2]}/" if match else url
 
 
 # The role in the table of a GitLab project's members.

@@ -173,9 +173,9 @@ class Session:
         self._is_opening = False  # a tab of ours, about which the policy is not told
         self._notes: list[str] = []  # what happened beside the action
 
-    async def open(self, urls: Sequence[str], cookies: dict | Path | None = None) -> None:
-        """Open the context and one tab for each real URL. Raises CannotAct if a page does not
-        open.
+    async def open(self, urls: Sequence[str], cookies: dict | Path | None = None) -> Page:
+        """Open the context and one tab for each real URL; return the page of the first. Raises
+        CannotAct if a page does not open.
 
         Args:
             cookies: Playwright's "storage state", or a file with one.
@@ -197,10 +197,9 @@ class Session:
         await self._context.route(outside, self._refuse)
         self._start_url = urls[0]
         for url in urls:
-            await self._new_tab()
-            await self._goto(url)
-            await self._settle()
+            await self._new_tab(url)
         await self._focus(self._tabs[0])
+        return await self.look()
 
     async def close(self) -> None:
         await asyncio.wait_for(self._context.close(), CLOSE_S)
@@ -321,12 +320,15 @@ class Session:
                 await page.close()
                 await self._leave_tab()
 
-    async def _new_tab(self) -> None:
+    async def _new_tab(self, url: str = "") -> None:
         self._is_opening = True
         page = await self._context.new_page()
         self._is_opening = False
         self.tab = next(tab for tab in self._tabs if tab.page is page)
         await self.tab.devtools
+        if url:
+            await self._goto(url)
+            await self._settle()
 
     async def _focus(self, tab: Tab) -> None:
         self.tab = tab
@@ -337,12 +339,9 @@ class Session:
         self._forget(self.tab)
         if self._tabs:
             self.tab = self._tabs[-1]
-            return
-        await self._new_tab()
-        if url:
+        else:
             with contextlib.suppress(CannotAct):
-                await self._goto(url)
-                await self._settle()
+                await self._new_tab(url)
 
     async def _goto(self, url: str) -> None:
         try:
@@ -417,8 +416,8 @@ class Session:
             f"Tab {number}{' (current)' if tab is self.tab else ''}: {await self._title(tab)}"
             for number, tab in enumerate(self._tabs)
         ]
-        text = self.addresses.to_public(f"{' | '.join(names)}\n\n{page.text}")
-        return replace(page, text=text)
+        text = f"{' | '.join(names)}\n\n{page.text}"
+        return replace(page, text=self.addresses.to_public(text))
 
     async def _read(self) -> Page:
         url = self.addresses.to_public(self.tab.page.url)
@@ -444,10 +443,7 @@ class Session:
         last = self.tab
         try:
             if url != "last":
-                real = self.addresses.to_real(url)
-                await self._new_tab()
-                await self._goto(real)
-                await self._settle()
+                await self._new_tab(self.addresses.to_real(url))
             page = self.tab.page
             with contextlib.suppress(Exception):
                 for script in preparations:
