@@ -39,13 +39,10 @@ def serving(answer):
     """Serve a site whose pages are `answer(host, path)`; its port."""
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def do_GET(self):
             body = answer(self.headers["Host"], self.path).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 

@@ -73,7 +73,6 @@ class WebArenaWire(Wire):
     """AgentGym's WebArena server: the answer of /reset holds the bare tree, and its client reads
     the first observation from /observation. /reset answers "TimeoutError" if the browser failed."""
 
-    title = "WebArena"
     session_field, index_field = "env_idx", "idx"
     first_from_observation = True
     list_path = "/list_envs"

@@ -52,7 +52,6 @@ def holds(role: str, name: str, value: str) -> Callable[[Page], bool]:
 
 
 def both(*conditions: Callable[[Page], bool]) -> Callable[[Page], bool]:
-    """All of these hold."""
     return lambda page: all(condition(page) for condition in conditions)
 
 
