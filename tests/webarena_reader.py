@@ -43,6 +43,8 @@ def serving(answer):
             body = answer(self.headers["Host"], self.path).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
+            if self.path.endswith(".bin"):
+                self.send_header("Content-Disposition", "attachment")
             self.end_headers()
             self.wfile.write(body)
 
