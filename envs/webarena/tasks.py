@@ -25,8 +25,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import envs.webarena.sites as sites
 from envs import TaskIndexError
-from envs.webarena import sites
 from envs.webarena.templates import Instance, make_instances
 
 NUM_OFFICIAL = 812
