@@ -111,6 +111,8 @@ class StepRoundsScheduler(RoundsScheduler):
     >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
     >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
     [10, 10, 20, 20, 30, 30]
+    >>> StepRoundsScheduler(100, [30, 20, 10], any_order=True).rounds_at(101)
+    20
 
     Raises ValueError if `rounds` is empty, decreases (unless `any_order`) or has an entry below 1,
     or if `steps_scaling_inter` is below 1.

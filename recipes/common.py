@@ -173,7 +173,7 @@ def record(run_dir: Path) -> Result:
         totals["seconds"] -= sum(timing.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
         metrics = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
         curve.append({"step": step} | {n: round(v, 1) for n, v in totals.items()} | metrics)
-    held_out = evaluations(run_dir, "")
+    held_out = read_evaluations(run_dir, "")
     evaluated = [summary["step"] for summary in held_out]
     if evaluated[:1] != [0] or evaluated[-1] != steps:
         raise SystemExit(f"{run_dir} was evaluated at steps {evaluated}, expected 0 to {steps}")
@@ -189,13 +189,13 @@ def record(run_dir: Path) -> Result:
         "curve": curve,
         "held_out": held_out,
         "held_out_at": {
-            path.name.removeprefix("temperature_"): evaluations(run_dir, path.name)
+            path.name.removeprefix("temperature_"): read_evaluations(run_dir, path.name)
             for path in sorted((run_dir / "eval").glob("temperature_*"))
         },
     }
 
 
-def evaluations(run_dir: Path, folder: str) -> list[Result]:
+def read_evaluations(run_dir: Path, folder: str) -> list[Result]:
     """The held-out evaluations of a run in one folder of `eval/`, by step: for each task, the
     number of turns in which each sample solved it (0: not solved)."""
     results = []
@@ -208,6 +208,6 @@ def evaluations(run_dir: Path, folder: str) -> list[Result]:
                 turns = len(line["turns"]) if line["success"] else 0
                 solved_in.setdefault(line["task_id"], []).append(turns)
         names = ("step", "samples", "temperature")
-        kept = {name: summary[name] for name in names if name in summary}
-        results.append(kept | {"solved_in": solved_in})
+        about = {name: summary[name] for name in names if name in summary}
+        results.append(about | {"solved_in": solved_in})
     return results

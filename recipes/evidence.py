@@ -97,8 +97,10 @@ def at(budget: float, unit: str, within: float = math.inf, temperature: str = ""
     """
 
     def reading(result: Result) -> Shares:
-        found = evaluations(result, temperature)
-        points = [(spent_at(result, e["step"], unit), shares(e, within)) for e in found]
+        points = [
+            (spent_at(result, e["step"], unit), shares(e, within))
+            for e in evaluations(result, temperature)
+        ]
         for (x0, before), (x1, after) in zip(points, points[1:], strict=False):
             if x0 <= budget <= x1:
                 weight = (budget - x0) / (x1 - x0) if x1 > x0 else 0.0

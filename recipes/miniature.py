@@ -87,10 +87,8 @@ def pilot(algorithm: str, rate: float) -> str:
 
 
 # Evaluate at two temperatures, and also on the mazes that choose each arm's learning rate.
-TWICE = (
-    *("--eval-tasks", "recipes/laboratory/evaluated.json"),
-    *("--eval-temperatures", "1", "0.3", "--eval-start-samples", "1"),
-)
+TEMPERATURES = ("--eval-temperatures", "1", "0.3", "--eval-start-samples", "1")
+TWICE = ("--eval-tasks", "recipes/laboratory/evaluated.json", *TEMPERATURES)
 
 
 def at_rate(name: str, rate: float) -> str:
@@ -175,8 +173,6 @@ ARMS |= {
     ),
 }
 OFTEN = ("long-often", "stepwise-often")
-
-
 ARMS |= {
     "practise": replace(ARMS["rl"], options=(*ARMS["rl"].options, *TWICE)),
     # Imitates the policy's own successes in every 60 goals; plays as many episodes as `practise`.
@@ -211,8 +207,7 @@ def imitation(rate: float) -> Arm:
 LONG_GOALS = (
     *("--model", "recipes/starts/tiny-babyai-far", "--tasks", "recipes/laboratory/long_train.json"),
     *("--eval-tasks", "recipes/laboratory/long_evaluated.json", "--eval-rounds", "24"),
-    *("--max-trajectory-tokens", "3456", "--kl-loss-coef", "1e-3", "--eval-start-samples", "1"),
-    *("--eval-temperatures", "1", "0.3"),
+    *("--max-trajectory-tokens", "3456", "--kl-loss-coef", "1e-3", *TEMPERATURES),
 )
 CAPS: dict[str, tuple[tuple[str, ...], int]] = {  # options and steps, for about 36,000 turns
     "cap8": (("--rounds", "8", "--eval-every", "48"), 96),

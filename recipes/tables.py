@@ -258,16 +258,25 @@ def runs_of(name: str) -> Runs:
     return {arm: arm_results for arm, arm_results in runs.items() if arm_results}
 
 
+def all_results(runs: Runs) -> list[Result]:
+    return [result for results in runs.values() for result in results]
+
+
+def config_of(runs: Runs) -> Mapping[str, Any]:
+    """The options of one of the runs; the teacher has none."""
+    return next(result["config"] for result in all_results(runs) if result["curve"])
+
+
 @cache
-def starts(model: str) -> tuple[Result, ...]:
-    """The laboratory's runs that start from these weights."""
+def evaluations_of(model: str, temperature: str) -> tuple[Result, ...]:
+    """The laboratory's runs whose first evaluation measures these weights."""
     results = laboratory_results(include_uncommitted).values()
-    return tuple(r for r in results if r["curve"] and r["config"]["model"] == model)
+    runs = [r for r in results if r["curve"] and r["config"]["model"] == model]
+    return tuple(r for r in runs if not temperature or r.get("held_out_at"))
 
 
-def start_of(runs: Runs) -> tuple[Result, ...]:
-    trained = next(r for results in runs.values() for r in results if r["curve"])
-    return starts(trained["config"]["model"])
+def start_of(runs: Runs, temperature: str = "") -> tuple[Result, ...]:
+    return evaluations_of(config_of(runs)["model"], temperature)
 
 
 def in_tier(tier: str) -> Callable[[str], bool]:
@@ -279,7 +288,7 @@ def reading_of(runs: Runs, unit: str, temperature: str = "") -> Callable[[float]
     unit at the largest budget that all of them reach."""
     if not unit:
         return lambda limit: partial(end, within=limit, temperature=temperature)
-    budget = common_budget([r for results in runs.values() for r in results], unit)
+    budget = common_budget(all_results(runs), unit)
     return lambda limit: at(budget, unit, limit, temperature)
 
 
@@ -294,8 +303,7 @@ def spread_in(runs: Runs, reading: Reading) -> Spread:
 def limits_of(runs: Runs) -> tuple[int, ...]:
     """The numbers of turns within which a table counts success; the last one is the horizon of
     the evaluations."""
-    trained = next(r for results in runs.values() for r in results if r["curve"])
-    return LIMITS[trained["config"]["eval_rounds"]]
+    return LIMITS[config_of(runs)["eval_rounds"]]
 
 
 def comparison(
@@ -316,9 +324,8 @@ def comparison(
     limits = limits_of(runs)
     few, most = limits[0], limits[-1]
     tier_limit = most if tiers_in_all_turns else few
-    reading, before = reading_of(runs, unit, temperature), start_of(runs)
-    if temperature:
-        before = tuple(r for r in before if r.get("held_out_at"))
+    reading, before = reading_of(runs, unit, temperature), start_of(runs, temperature)
+    spreads = {n: spread_in(runs, reading(n)) for n in (few, most)}
 
     def first(limit: int) -> Reading:
         return partial(start, within=limit, temperature=temperature)
@@ -329,39 +336,30 @@ def comparison(
         rows, [(before, first), *((rs, reading) for rs in runs.values())], strict=True
     ):
         row += [cell(rs, f(n)) for n in limits]
-        row += [over_seeds(runs, rs, f(n)) if f is reading else "" for n in (few, most)]
+        trains = f is reading and rs[0]["curve"]
+        row += [over_seeds(rs, f(n), spreads[n]) if trains else "" for n in spreads]
         row += [cell(rs, only(f(tier_limit), in_tier(tier))) for tier in tiers]
     titles = "arm | seeds | " + " | ".join(f"in {n} turns" for n in limits)
     titles += f" | over seeds, in {few} | over seeds, in {most}"
     titles += "".join(f" | {tier}, in {tier_limit}" for tier in tiers)
-    every = [result for results in runs.values() for result in results]
     lines = []
     if unit:
-        budget = common_budget(every, unit)
+        budget = common_budget(all_results(runs), unit)
         lines = [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""]
     lines += [*markdown(titles, rows), ""]
     gains = []
     for arm, baseline in pairs:
-        cells = []
-        for n in (few, most):
-            base = (runs[baseline], reading(n)) if baseline in runs else (before, first(n))
-            run_spread = spread_in(runs, reading(n))
-            cells.append(
-                compare(
-                    runs[arm],
-                    base[0],
-                    reading(n),
-                    base[1],
-                    level_of,
-                    run_spread,
-                    baseline not in runs,
-                )
-            )
+        is_start = baseline not in runs
+        base, read = (before, first) if is_start else (runs[baseline], reading)
+        cells = [
+            compare(runs[arm], base, reading(n), read(n), level_of, run_spread, is_start)
+            for n, run_spread in spreads.items()
+        ]
         gains.append((f"{arm} − {baseline}", *cells))
     titles = f"difference, points | in {few} turns | in {most} turns"
     goals = first(most)(before[0])
     kinds = f"{len({level_of(i) for i in goals})} levels"
-    note = f"{len(goals)} goals of {kinds}; {commits_of(every)}."
+    note = f"{len(goals)} goals of {kinds}; {commits_of(all_results(runs))}."
     return [*lines, *markdown(titles, gains), "", note]
 
 
@@ -369,11 +367,10 @@ def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
     return [(arm, "its start") for arm in arms]
 
 
-def over_seeds(runs: Runs, results: Sequence[Result], reading: Reading) -> str:
-    """The interval of an arm's mean over seeds; none for an arm that does not train."""
+def over_seeds(results: Sequence[Result], reading: Reading, run_spread: Spread) -> str:
+    """The interval of an arm's mean over seeds."""
     mean = fmean(pooled(results, reading).values())
-    trains = bool(results[0]["curve"])
-    return brackets(spread_in(runs, reading).interval(mean, 1 / len(results))) if trains else ""
+    return brackets(run_spread.interval(mean, 1 / len(results)))
 
 
 def by_level(runs: Runs, unit: str) -> list[str]:
@@ -459,9 +456,9 @@ def primary(figure_name: str, runs: Runs, pair: tuple[str, str], reading: Readin
     """The comparison that a figure was made for, and how large a difference it could find."""
     (a, b), run_spread = (runs[arm] for arm in pair), spread_in(runs, reading)
     difference = compare(a, b, reading, reading, level_of, run_spread)
-    found = 100 * run_spread.detectable(min(len(a), len(b)))
+    effect = 100 * run_spread.detectable(min(len(a), len(b)))
     text = f"Primary comparison: {PRIMARY[figure_name]}: {difference}."
-    return [f"{text} A true difference of {found:.1f} points would be found with power 0.8."]
+    return [f"{text} A true difference of {effect:.1f} points would be found with power 0.8."]
 
 
 def imitation() -> list[str]:
@@ -522,10 +519,8 @@ def plot_rates(path: Path) -> None:
                     )
                     for x, values in seeds if not temperature else ():  # each run as a small dot
                         axis.plot([x] * len(values), values, ".", color=color, alpha=0.4)
-                base = start_of(runs)
-                base = tuple(r for r in base if r.get("held_out_at")) if temperature else base
                 first = partial(start, within=limit, temperature=temperature)
-                value = 100 * fmean(pooled(base, first).values())
+                value = 100 * fmean(pooled(start_of(runs, temperature), first).values())
                 axis.axhline(
                     value, color=GREY, ls=line, label=f"start, temperature {temperature or 1}"
                 )

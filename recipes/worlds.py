@@ -2,8 +2,8 @@
 
 The run trains on the environment's short tasks (envs/*/ids) and is evaluated on held-out tasks
 before the first step and after the last, at two temperatures. --method runs another program instead
-of train.py: `imitation` trains on the demonstrations of the warm start again, for as long as RL
-trains.
+of train.py: `imitation` is sft.py on the demonstrations of the warm start; give it --steps, so that
+it takes as long as RL.
 
     python recipes/worlds.py --env babyai --seed 0
     python recipes/worlds.py --env textcraft --seed 0 --published   # also AgentGym's test split
@@ -59,7 +59,7 @@ def played(model: str, config: Config, out: Path, *options: str) -> dict[str, An
     """The results of evaluate.py at both temperatures, from `out` if they are there already:
     {temperature: {max_rounds, samples, items}}."""
     results = {}
-    for temperature in TEMPERATURES:
+    for temperature in TEMPERATURES:  # one at a time, so that an interrupted recipe goes on
         folder = out / f"temperature_{temperature}"
         if not (folder / "eval.json").exists():
             words = ["--env", config.env, "--model", model, "--temperature", temperature]

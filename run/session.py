@@ -232,10 +232,9 @@ class Session(Generic[WorkerType]):
         if not self.worker.eval_tasks:
             return {}
         first, *others = self.config.evaluation_temperatures
-        rows = self.measure(step, first, "eval", "")
+        rows = self.measure(step, first)
         for temperature in others:
-            name = f"temperature_{temperature:g}"
-            self.measure(step, temperature, f"eval/{name}", f"_{name}")
+            self.measure(step, temperature, f"temperature_{temperature:g}")
         metrics = {
             **by_env("eval/avg", {env: row["avg"]["value"] for env, row in rows.items()}, fmean),
             **by_env("eval/pass", {env: row["pass"]["value"] for env, row in rows.items()}, fmean),
@@ -244,11 +243,10 @@ class Session(Generic[WorkerType]):
         self.note_evaluation(step, metrics["eval/avg"])
         return metrics
 
-    def measure(
-        self, step: int, temperature: float, folder: str, suffix: str
-    ) -> dict[str, dict[str, Any]]:
-        """Play the held-out tasks at one temperature and write the results. Returns the row of
-        each environment."""
+    def measure(self, step: int, temperature: float, name: str = "") -> dict[str, dict[str, Any]]:
+        """Play the held-out tasks at one temperature and write the results, in files with this
+        name if it is not the first temperature. Returns the row of each environment."""
+        folder, suffix = (f"eval/{name}", f"_{name}") if name else ("eval", "")
         summary, trajectories = self.worker.evaluate(step, temperature)
         self.run.write_json(f"{folder}/step_{step:06d}.json", summary)
         self.run.write_trajectories(f"eval_{step:06d}{suffix}", trajectories)
@@ -262,7 +260,7 @@ class Session(Generic[WorkerType]):
         for env, row in rows.items():
             avg, in_env = row["avg"], f" in {env}" if len(rows) > 1 else ""
             samples = f"{summary['samples']} sample{'s' * (summary['samples'] > 1)}"
-            samples += f" at temperature {temperature:g}" if suffix else ""
+            samples += f" at temperature {temperature:g}" if name else ""
             distributed.say(
                 f"step {step}: held-out success{in_env} {avg['value']:.1%} "
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], {row['items']} tasks x {samples}"

@@ -144,10 +144,10 @@ def read(run):
 
 def test_runs_cannot_agree_more_closely_than_their_evaluations():
     equal = runs_with((0.5,) * 4, (0.5,) * 4, (0.5,) * 4)
-    apart = runs_with((0.0,) * 4, (1.0,) * 4)
+    opposite = runs_with((0.0,) * 4, (1.0,) * 4)
     noise = math.sqrt(4 * 0.25) / 4  # two samples: p (1 - p) / (2 - 1) for each of four goals
     assert evidence.spread([equal], read, samples=2) == evidence.Spread(noise, 2)
-    both = evidence.spread([equal, apart], read, samples=2)
+    both = evidence.spread([equal, opposite], read, samples=2)
     assert both == evidence.Spread(math.sqrt(0.5 / 3), 3)  # pooled: (0 + 2 · 0.5²) / (2 + 1)
 
 

@@ -93,7 +93,7 @@ def subtask(index: int) -> str:
 @cache
 def official_subtasks() -> list[str]:
     by_letter = {name[0]: name for name in SUBTASKS.values()}
-    runs = re.findall(r"([A-Z])([0-9]+)", "".join(RUNS))
+    runs = re.findall(r"([A-Z])([0-9]+)", RUNS)
     return [by_letter[letter] for letter, length in runs for _ in range(int(length))]
 
 

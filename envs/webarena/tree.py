@@ -66,8 +66,8 @@ class Node:
             more = len(self.options) - MAX_OPTIONS
             names = " | ".join(map(repr, self.options[:MAX_OPTIONS]))
             parts.append(f"options: {names}{f' and {more} more' if more > 0 else ''}")
-        shown = {k: v for k, v in self.states.items() if v or k in SHOWN_WHEN_FALSE}
-        return " ".join([*parts, *(f"{name}: {value}" for name, value in shown.items())])
+        states = {k: v for k, v in self.states.items() if v or k in SHOWN_WHEN_FALSE}
+        return " ".join([*parts, *(f"{name}: {value}" for name, value in states.items())])
 
 
 @dataclass(frozen=True)

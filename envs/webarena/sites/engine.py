@@ -167,13 +167,13 @@ def cells(columns: str, values: Mapping[str, Any]) -> dict[str, Any]:
     >>> cells("stock, price $, name /products/{id}", {"stock": 1, "price": 5, "name": "a", "id": 7})
     {'stock': 1, 'price': '$0.05', 'name': {'text': 'a', 'href': '/products/7'}}
     """
-    shown = {}
+    texts = {}
     for column in columns.split(", "):
         name, _, style = column.partition(" ")
-        shown[name] = money(values[name]) if style == "$" else values[name]
+        texts[name] = money(values[name]) if style == "$" else values[name]
         if style.startswith("/"):
-            shown[name] = {"text": values[name], "href": style.format_map(values)}
-    return shown
+            texts[name] = {"text": values[name], "href": style.format_map(values)}
+    return texts
 
 
 def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,18 +182,18 @@ def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     def fill(pattern: Any) -> Any:
         return pattern.format_map(values) if isinstance(pattern, str) else pattern
 
-    shown = {name: fill(value) for name, value in part._asdict().items()}
+    content = {name: fill(value) for name, value in part._asdict().items()}
     if isinstance(part, Form):
-        shown["fields"] = [
+        content["fields"] = [
             Field(label, [(option, option) for option in options])
             for label, options in part.fields.items()
         ]
     if isinstance(part, Facts):
-        shown["facts"] = cells(part.columns, values)
+        content["facts"] = cells(part.columns, values)
     for name in ("hidden", "links"):
-        if name in shown:
-            shown[name] = {fill(key): fill(value) for key, value in shown[name].items()}
-    return {"kind": type(part).__name__.lower()} | shown
+        if name in content:
+            content[name] = {fill(key): fill(value) for key, value in content[name].items()}
+    return {"kind": type(part).__name__.lower()} | content
 
 
 # -------------------------------------------------------------------------------- sites and visits
