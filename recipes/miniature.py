@@ -20,11 +20,12 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -196,6 +197,7 @@ class Choice:
     rates: tuple[float, ...]
     within: int
     seeds: tuple[int, ...]
+    falls_with: str = ""  # instead, the lowest rate at which this arm's pilot ends below its start
 
 
 def imitation(rate: float) -> Arm:
@@ -232,15 +234,39 @@ def long_arm(cap: str, rate: float) -> Arm:
 
 CHOICES = {"imitate": Choice(imitation, (1e-4, 3e-4, 1e-3), FEW, SEEDS)}
 CHOICES |= {cap: Choice(partial(long_arm, cap), (3e-5, 1e-4), MANY, FIVE_SEEDS) for cap in CAPS}
-ARMS |= {
-    at_rate(name, rate): replace(choice.make(rate), seeds=(PILOT_SEED,))
-    for name, choice in CHOICES.items()
-    for rate in choice.rates
+
+
+# A setting that may destroy the policy: a high rate, and four updates from the same trajectories.
+HOT: dict[str, tuple[str, tuple[str, ...]]] = {  # cap, options
+    "hot-cap8": ("cap8", ()),
+    "hot-cap24": ("cap24", ()),
+    "hot-grow": ("grow", ()),
+    "hot-clamp": ("cap24", ("--kl-clamp", "10")),  # another way to keep the long horizon stable
+}
+
+
+def hot_arm(name: str, rate: float) -> Arm:
+    cap, options = HOT[name]
+    arm = long_arm(cap, rate)
+    return replace(arm, options=(*arm.options, "--mini-batch-size", "16", *options))
+
+
+CHOICES |= {
+    name: Choice(partial(hot_arm, name), (3e-4, 1e-3), MANY, SEEDS, "hot-cap24") for name in HOT
 }
 
 
 def pilots_of(name: str) -> tuple[str, ...]:
-    return tuple(at_rate(name, rate) for rate in CHOICES[name].rates)
+    choice = CHOICES[name]
+    return tuple(at_rate(choice.falls_with or name, rate) for rate in choice.rates)
+
+
+ARMS |= {
+    pilot_name: replace(choice.make(rate), seeds=(PILOT_SEED,))
+    for name, choice in CHOICES.items()
+    for pilot_name, rate in zip(pilots_of(name), choice.rates, strict=True)
+    if choice.falls_with in ("", name)
+}
 
 
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
@@ -252,6 +278,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "imitation": ("practise", *pilots_of("imitate"), "imitate", "filter"),
     # is there a regime in which it helps to grow the horizon?
     "growth": (*(arm for cap in CAPS for arm in pilots_of(cap)), *CAPS),
+    # does it keep a long horizon stable that would fall without it?
+    "hot": (*pilots_of("hot-cap24"), *HOT),
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -271,6 +299,8 @@ PRIMARY = {
     "growth": "grow minus cap24, each at the rate of its pilots, on held-out far mazes in 24 "
     "turns, temperature 1, equal turns, five seeds. After two seeds: unless cap8 is 8 points below "
     "cap24 there, these goals do not need the long horizon, and the figure needs other goals",
+    "hot": "hot-grow minus hot-cap24, on held-out mazes in 24 turns, temperature 1, equal turns, "
+    "at the lowest rate at which the pilot of hot-cap24 ends below its start on development mazes",
 }
 
 
@@ -306,14 +336,26 @@ def chosen_rate(algorithm: str, results: Results) -> float | None:
 
 
 def best_rate(name: str, results: Results) -> float | None:
-    """The rate of a `Choice`; None until its pilots are done."""
-    choice, scores = CHOICES[name], dict[float, int]()
-    for rate, arm in zip(choice.rates, pilots_of(name), strict=True):
-        if (arm, PILOT_SEED) not in results:
-            return None
-        solved_in = results[arm, PILOT_SEED]["held_out"][-1]["development"].values()
-        scores[rate] = sum(0 < turns <= choice.within for samples in solved_in for turns in samples)
-    return max(scores, key=lambda rate: scores[rate])
+    """The rate of a `Choice`; None until its pilots are done, or if none of them falls."""
+    choice, keys = CHOICES[name], [(arm, PILOT_SEED) for arm in pilots_of(name)]
+    if any(key not in results for key in keys):
+        return None
+    ends, starts = (
+        {
+            rate: development(results[key]["held_out"][index], choice.within)
+            for rate, key in zip(choice.rates, keys, strict=True)
+        }
+        for index in (-1, 0)
+    )
+    if choice.falls_with:
+        return min((rate for rate in choice.rates if ends[rate] < starts[rate]), default=None)
+    return max(choice.rates, key=lambda rate: ends[rate])
+
+
+def development(evaluation: Mapping[str, Any], within: int) -> float:
+    """The share of episodes on development mazes that were solved in so many turns."""
+    solved_in = [turns for samples in evaluation["development"].values() for turns in samples]
+    return statistics.fmean(0 < turns <= within for turns in solved_in)
 
 
 def pilot_score(result: Result) -> float:
@@ -324,7 +366,7 @@ def pilot_score(result: Result) -> float:
 
 def arm_of(name: str, results: Results) -> Arm | None:
     """The arm with this name. An arm whose learning rate is chosen by pilots does not exist (None)
-    until they have run."""
+    until they have run, or if they find no such rate."""
     if name in ARMS:
         return ARMS[name]
     if name in CHOICES:

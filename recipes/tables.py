@@ -56,7 +56,6 @@ from recipes.evidence import (  # noqa: E402
 )
 from recipes.laboratory import PLAYED, TIERS, tier_of  # noqa: E402
 from recipes.miniature import (  # noqa: E402
-    CAPS,
     ESTIMATORS,
     HORIZONS,
     MANY,
@@ -475,30 +474,51 @@ def imitation() -> list[str]:
     return lines[:-1]
 
 
-def growth() -> list[str]:
-    """Is there a regime in which it helps to grow the horizon?"""
-    runs = {cap: results for cap, results in runs_of("growth").items() if cap in CAPS}
-    if len(runs) < len(CAPS):
+def growth(name: str, arms: Sequence[str], tier: str = "") -> list[str]:
+    """Is there a regime in which it helps to grow the horizon?
+
+    Args:
+        arms: the short horizon, the long one, the growing one, and another one that may be stable.
+        tier: the goals of the primary comparison; "" for all.
+    """
+    runs = {arm: results for arm, results in runs_of(name).items() if arm in arms}
+    if len(runs) < len(arms):
         return []
-    far = only(reading_of(runs, "turns")(MANY), in_tier("far"))
-    lines = [*primary("growth", runs, ("grow", "cap24"), far), ""]
-    pairs = [("cap24", "cap8"), ("grow", "cap8"), ("grow", "cap24"), ("grow", "shrink")]
+    short, long, grow, other = arms
+    reading = reading_of(runs, "turns")(MANY)
+    asked = only(reading, in_tier(tier)) if tier else reading
+    lines = [*primary(name, runs, (grow, long), asked), ""]
+    pairs = [(long, short), (grow, short), (grow, long), (grow, other)]
     for temperature in ("", COOL):
         lines += [f"Temperature {temperature or 1}:", ""]
         lines += [*comparison(runs, pairs, "turns", True, temperature), ""]
     titles = "arm | learning rate | groups with mixed outcomes, % | episodes cut by the horizon, %"
-    titles += " | entropy at the end | KL at the end | CPU minutes"
+    titles += " | turns cut at their limit, % | entropy at the end | KL at the end"
+    titles += " | runs that collapsed, after how many turns | CPU minutes"
     rows = []
     for arm, results in runs.items():
         curve = [row for result in results for row in result["curve"]]
         mixed = sum(r["train/groups_mixed"] for r in curve) / sum(r["train/groups"] for r in curve)
-        cut = fmean(row["train/stop/max_rounds"] for row in curve)
-        late = [late_mean(results, name) for name in ("policy/entropy", "policy/kl")]
+        cuts = [
+            fmean(row[x] for row in curve) for x in ("train/stop/max_rounds", "train/cut_turn_rate")
+        ]
+        late = [late_mean(results, x) for x in ("policy/entropy", "policy/kl")]
+        falls = [f"{turns:,.0f}" for turns in map(collapse, results) if turns]
         minutes = fmean(result["curve"][-1]["cpu_seconds"] for result in results) / 60
-        rate = results[0]["config"]["learning_rate"]
-        shares_of = [f"{100 * share:.0f}" for share in (mixed, cut)]
-        rows.append((arm, f"{rate:g}", *shares_of, *(f"{x:.3f}" for x in late), f"{minutes:.0f}"))
+        rate = f"{results[0]['config']['learning_rate']:g}"
+        cells = [*(f"{100 * x:.0f}" for x in (mixed, *cuts)), *(f"{x:.3f}" for x in late)]
+        cells += [f"{len(falls)} of {len(results)}: {', '.join(falls) or '-'}", f"{minutes:.0f}"]
+        rows.append((arm, rate, *cells))
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
+
+
+def collapse(result: Result) -> float:
+    """Turns after which a run solves, over five steps, less than half of what it solved in its
+    first five, and never more again; 0 if that does not happen."""
+    success, turns = ([row[x] for row in result["curve"]] for x in ("train/success_rate", "turns"))
+    means = [fmean(success[i : i + 5]) for i in range(len(success) - 4)]
+    alive = [i for i, mean in enumerate(means) if mean >= means[0] / 2]
+    return 0.0 if alive[-1] == len(means) - 1 else float(turns[alive[-1] + 5])
 
 
 def plot_rates(path: Path) -> None:
@@ -744,7 +764,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "horizons": horizons,
     "rates": rates,
     "imitation": imitation,
-    "growth": growth,
+    "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink"), "far"),
+    "hot": partial(growth, "hot", ("hot-cap8", "hot-cap24", "hot-grow", "hot-clamp")),
     "widening": widening,
     "noise": noise,
     "controls": controls,

@@ -120,6 +120,36 @@ def test_an_estimator_waits_for_its_pilots_and_uses_the_best_rate(tmp_path):
     assert arm.options == (*miniature.SHORT, *miniature.rate_options("ppo", miniature.RATES[1]))
 
 
+def solving(start, end):
+    """An evaluation before and one after training, each of ten episodes on one development maze."""
+    shares = [{"development": {"babyai_1": [9] * n + [0] * (10 - n)}} for n in (start, end)]
+    return {"curve": [], "held_out": shares}
+
+
+@pytest.mark.parametrize(
+    ("ends", "best", "falls"), [((6, 4), 0, 1), ((2, 4), 1, 0), ((6, 7), 1, 2)]
+)
+def test_pilots_choose_the_best_rate_or_the_lowest_that_falls(ends, best, falls):
+    for name, rates in (("grow", (3e-5, 1e-4)), ("hot-grow", (3e-4, 1e-3, None))):
+        pilots = zip(miniature.pilots_of(name), ends, strict=True)
+        results = {(arm, miniature.PILOT_SEED): solving(5, end) for arm, end in pilots}
+        chosen = rates[best if name == "grow" else falls]
+        assert miniature.best_rate(name, results) == chosen
+        results.popitem()
+        assert miniature.best_rate(name, results) is None
+
+
+def test_a_collapse_is_found_where_success_stays_below_half():
+    def run(*success):
+        rows = [{"train/success_rate": x, "turns": 10.0 * i} for i, x in enumerate(success)]
+        return {"curve": rows}
+
+    high, low = [0.8] * 5, [0.1] * 5
+    assert tables.collapse(run(*high, *low, *high)) == 0
+    assert tables.collapse(run(*high, *low)) == 70  # steps 3 to 7 are the first below half
+    assert tables.collapse(run(*low, *high, *low)) == 0
+
+
 def test_the_teachers_turns_count_when_its_episodes_are_used():
     sft = miniature.Arm(program="sft.py", num_demonstrations=150)
     rows = [{"turns": 0.0, "train/trajectories_used": 64} for _ in range(3)]
