@@ -7,7 +7,7 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from webarena_reader import require_browser, serving
+from webarena_site import require_browser, serving
 
 from envs.webarena import session as session_module
 from envs.webarena.actions import read

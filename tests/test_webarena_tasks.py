@@ -3,30 +3,29 @@
 import json
 import random
 from collections import Counter, defaultdict
-from contextlib import closing
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from webarena_reader import Reading
+from webarena_site import require_browser
 
 from envs import TaskIndexError, load_tasks
-from envs.webarena import tasks, templates
-from envs.webarena.actions import read
+from envs.webarena import WebArena, tasks, templates
 from envs.webarena.evaluators import evaluate
-from envs.webarena.oracle import next_move
-from envs.webarena.sites import SITES, Sites
+from envs.webarena.sites import SITES
 
 OURS = range(tasks.NUM_OFFICIAL, tasks.num_tasks())
 EASY = {"map_phone", "map_hours", "map_street"}
 
 
 @pytest.fixture(scope="module")
-def sites():
-    sites = Sites()
-    yield sites
-    sites.shutdown()
+def env():
+    require_browser()
+    env = WebArena()
+    yield env
+    env.close()
+    WebArena.close_shared()
 
 
 def template_of(index):
@@ -44,57 +43,51 @@ def by_template():
     return groups
 
 
-def play(sites, index, num_turns=15, wrong_moves=None):
-    """Play a task's plan; with a generator of `wrong_moves`, after some random ones. Returns the
-    score; that of an empty answer if the plan has not stopped."""
-    task = tasks.task(index)
-    with closing(Reading(sites, task["start_url"])) as session:
-        previous, answer = "", ""
-        for _ in range(4 if wrong_moves else 0):
-            links = [node for node in session.page.nodes if node.role == "link"]
-            session.step(f"click [{wrong_moves.choice(links).element_id}]")
-        for _ in range(num_turns):
-            previous = next_move(session.page, plan_of(index), task["start_url"], previous)[1]
-            if read(previous).kind == "stop":
-                answer = read(previous).text
-                break
-            session.step(previous)
-            assert session.status == 200, f"{task['intent']}: {session.url}"
-        assert not num_turns or read(previous).kind == "stop", f"{task['intent']}: it goes on"
-        return evaluate(task, answer, session)
+def solve(env, index, num_wrong_moves=0):
+    """Play the oracle's actions, after some random clicks; an empty answer must score 0."""
+    observation, generator = env.reset(index), random.Random(index)
+    assert evaluate(tasks.task(index), "", env) == 0, observation
+    for _ in range(num_wrong_moves):
+        clicks = [action for action in env.available_actions() if action.startswith("click")]
+        observation, *_ = env.step(generator.choice(clicks))
+    while True:
+        observation, reward, terminated, truncated, info = env.step(env.oracle()[1])
+        assert not info["error"] and not truncated, observation
+        if terminated:
+            assert reward == 1, observation
+            return
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if number % 6 else [])
+        for number, name in enumerate(by_template())
+    ],
+)
+def test_the_plan_solves_the_task_also_after_wrong_moves(env, template):
+    solve(env, by_template()[template][0], num_wrong_moves=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("template", by_template())
-def test_the_plan_solves_the_task_and_stopping_at_once_does_not(sites, template, every):
-    for index in by_template()[template][::every]:
-        assert play(sites, index) == 1, tasks.task(index)["intent"]
-        assert play(sites, index, num_turns=0) == 0, tasks.task(index)["intent"]
-
-
-@pytest.mark.parametrize("template", by_template())
-def test_the_plan_finds_its_way_after_wrong_moves(sites, template):
-    index = by_template()[template][0]
-    assert play(sites, index, 25, random.Random(index)) == 1, tasks.task(index)["intent"]
+def test_the_plan_solves_all_tasks(env, template):
+    for index in by_template()[template]:
+        solve(env, index)
 
 
 def test_an_intent_has_one_right_answer_among_all_rows_of_its_template():
-    database = templates.open_all()
-    for name, template in templates.read_templates().items():
+    for name, all_filled in templates.fill_templates().items():
         evaluations = defaultdict(set)
-        for row in database.execute(template["sql"]):
-            row = dict(row)
-            evaluation = templates.Filled(template, row).evaluation()
-            intent = template["intent"].format(**row)
-            evaluations[intent].add(json.dumps(evaluation))
+        for filled in all_filled:
+            evaluations[filled.intent].add(json.dumps(filled.evaluation()))
         ambiguous = [intent for intent, found in evaluations.items() if len(found) > 1]
         assert not ambiguous, f"{name}: {ambiguous[:3]}"
-    database.close()
 
 
 def test_tasks_are_complete_and_in_webarenas_format():
     all_tasks = [tasks.task(index) for index in OURS]
-    assert len(all_tasks) >= 500 and len(by_template()) >= 40
+    assert len(all_tasks) >= 1000 and len(by_template()) >= 50
     assert len({task["intent"] for task in all_tasks}) == len(all_tasks)
     for index, task in zip(OURS, all_tasks):
         assert task["task_id"] == index and set(task["sites"]) <= set(SITES)
@@ -107,7 +100,7 @@ def test_tasks_are_complete_and_in_webarenas_format():
             filled = filled.replace(f"{{{{{name}}}}}", str(value))
         assert filled == task["intent"]
     kinds = Counter(kind for task in all_tasks for kind in task["eval"]["eval_types"])
-    assert min(kinds[k] for k in ("string_match", "url_match", "program_html", "database")) > 90
+    assert min(kinds[k] for k in ("string_match", "url_match", "program_html", "database")) > 70
     assert sum(len(task["sites"]) > 1 for task in all_tasks) >= 20
 
 
@@ -121,7 +114,7 @@ def test_the_id_lists_have_the_documented_sizes_proportions_and_splits():
     counts = Counter(tasks.subtask(index) for index in indices("test"))
     assert counts == {"Shopping": 15, "CMS": 15, "Maps": 10, "GitLab": 5, "Reddit": 5}
     assert len(indices("train")) == 372
-    assert len(names("template_test")) == round(len(by_template()) / 5)
+    assert len(names("template_test")) == len(by_template()) // 5
     assert not names("template_test") & (names("train") | names("instance_test"))
     assert names("instance_test") == names("train")
     assert not indices("train") & (indices("instance_test") | indices("test"))

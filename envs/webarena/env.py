@@ -222,18 +222,12 @@ class WebArena:
         start = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
         self._page = self._browser.call(self._session.open(start, cookies))
 
-    def _our_sites(self) -> tuple[dict[str, str], dict]:
-        """The real addresses by the public ones, and the cookies of the accounts."""
+    def _our_sites(self) -> tuple[dict[str, str], None]:
+        """The real addresses by the public ones. These sites need no cookies."""
         self._sites, _ = _shared.start()
         self._token = self._sites.open()
         self._opened.callback(self._sites.close, self._token)
-        urls = {site: self._sites.base_url(site, self._token) for site in SITES}
-        signed_in = [
-            {"name": name, "value": value, "url": url}
-            for site, url in urls.items()
-            for name, value in self._sites.sign_in(site).items()
-        ]
-        return {PUBLIC[site.upper()]: url for site, url in urls.items()}, {"cookies": signed_in}
+        return {PUBLIC[n.upper()]: self._sites.base_url(n, self._token) for n in SITES}, None
 
     def _official_sites(self) -> tuple[dict[str, str], Path | None]:
         """The same for an official task; the cookies are in a file. Raises TaskIndexError if the
@@ -308,8 +302,8 @@ class WebArena:
     def read(self, url: str, locator: str, preparations: Sequence[str]) -> str:
         return self._browser.call(self._session.read(url, locator, preparations))
 
-    def query(self, site: str, sql: str) -> Sequence[Sequence[Any]]:
-        return self._sites.query(self._token, site, sql)
+    def query(self, sql: str) -> Sequence[Sequence[Any]]:
+        return self._sites.query(self._token, sql)
 
     def available_actions(self) -> list[str]:
         """The oracle's action, clicks, options, and moves between pages; any text can be typed."""

@@ -46,8 +46,8 @@ class Final(Protocol):
         this JavaScript expression there; "" if that fails. Failures of `preparations`, scripts to
         run before, do not matter."""
 
-    def query(self, site: str, sql: str) -> Sequence[Sequence[Any]]:
-        """Rows of a site's database, as this session sees it."""
+    def query(self, sql: str) -> Sequence[Sequence[Any]]:
+        """Rows of our own sites, as this session sees them."""
 
 
 class EvaluationFailed(RuntimeError):
@@ -62,7 +62,7 @@ def evaluate(task: dict[str, Any], answer: str, final: Final) -> float:
         "url_match": lambda: url_match(evaluation["reference_url"], final.url),
         "program_html": lambda: all(_holds(t, final) for t in evaluation["program_html"]),
         "database": lambda: all(
-            [list(row) for row in final.query(check["site"], check["sql"])] == check["expected"]
+            [list(row) for row in final.query(check["sql"])] == check["expected"]
             for check in evaluation["database"]
         ),
     }

@@ -6,7 +6,7 @@
 
 All are dicts in WebArena's format, with the keys "task_id", "sites", "start_url", "intent", "eval",
 and more. They hold the addresses that the policy sees in place of __SHOPPING__ and the like. The
-sub-task is the site where a task starts. Id lists in ids/, written once by write_ids.py at commit
+sub-task is the site where a task starts. Id lists in ids/, written by write_ids.py of commit
 dbb8f0f:
 
     train, test              372 and 50 of our tasks, in the paper's proportions of the sub-tasks
@@ -69,24 +69,13 @@ def task(index: int) -> dict[str, Any]:
                 f"{', '.join(missing)}. Our own tasks begin at {NUM_OFFICIAL}"
             )
         return read_wheel()[index]
-    instance = ours()[index - NUM_OFFICIAL]
-    names = re.findall(r"\{(\w+)\}", instance.intent_template)
-    return {
-        "task_id": index,
-        "sites": instance.sites,
-        "start_url": sites.PUBLIC[instance.sites[0]],
-        "require_login": instance.sites != ["map"],
-        "intent": instance.intent_template.format(**instance.values),
-        "intent_template": re.sub(r"\{(\w+)\}", r"{{\1}}", instance.intent_template),
-        "instantiation_dict": {name: instance.values[name] for name in names},
-        "eval": instance.evaluation,
-    }
+    return {"task_id": index} | ours()[index - NUM_OFFICIAL].task
 
 
 def subtask(index: int) -> str:
     """The sub-task of any task; does not need the official ones."""
     if index >= NUM_OFFICIAL:
-        return SUBTASKS[ours()[index - NUM_OFFICIAL].sites[0]]
+        return SUBTASKS[ours()[index - NUM_OFFICIAL].task["sites"][0]]
     return official_subtasks()[index]
 
 

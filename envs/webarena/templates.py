@@ -5,7 +5,7 @@ A template is an intent with gaps, and SQL whose rows fill the gaps:
     [shop_cart]
     sites = "shopping"                     the task starts at the first site
     intent = "Put {quantity} pieces of the {name} into my cart."
-    sql = "SELECT id, name, slug, 2 + id % 8 AS quantity FROM shop.catalog"
+    sql = "SELECT id, name, slug, 2 + id % 8 AS quantity FROM catalog"
     plan = [                               where, and what to do there:
         "type Search products = {name}",       anywhere: enter a text and press Enter
         "/search click {name}",                at this path: click a link
@@ -13,16 +13,17 @@ A template is an intent with gaps, and SQL whose rows fill the gaps:
         "/products/{slug} press Add to cart",  a button; first the fields above it are filled in
     ]
     done = "/cart sees link {name}"        where the plan ends, and a node that the page must have
-    rows = ["shopping", "SELECT product, quantity FROM cart", "{id}", "{quantity}"]
+    rows = ["SELECT product, quantity FROM cart", "{id}", "{quantity}"]
 
-The last line is the evaluator: SQL of a site that must find exactly one row, this one. The others:
+The last line is the evaluator: SQL that must find exactly one row, this one. The others:
 
-    answer = "{price}"                     the answer includes this, or all texts of a list
+    answer = ["{price}"]                   the answer includes all of these
     exact = "{count}"                      the answer is exactly this
     opens = true                           the last page is the one in `done`
-    page = ["/wishes", "main", "{name}"]   afterwards, this page has this text at this CSS selector
+    page = ["/users/marvin", "#bio", "{bio}"]
+                                           afterwards, this page has this text at this CSS selector
 
-"map:/search" is a path of another site. The tables of all sites are visible to the SQL. It must
+"map:/search" is a path of another site. SQL sees the tables of all sites. A template's SQL must
 select rows with one right answer only: no ties, no names that occur twice. A seeded generator
 chooses `limit` of the rows, so the tasks are the same on every machine.
 
@@ -31,98 +32,88 @@ Read next: envs/webarena/tasks.py, which numbers the tasks, and envs/webarena/or
 
 import random
 import re
-import sqlite3
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote_plus
+from urllib.parse import quote_plus
 
-from envs.webarena.oracle import Step, anywhere, at, both, holds, shows
-from envs.webarena.sites import PUBLIC, build_masters, connect, read_only
-from envs.webarena.tree import Page
+from envs.webarena.oracle import Step
+from envs.webarena.sites import PUBLIC, open_master
 
 FILE = Path(__file__).with_name("templates.toml")
-INSTANCES = 14  # tasks of a template that has no `limit`
-LINE = re.compile(r"(?:([a-z_]*:?/\S*) )?(click|press|type|fill|choose|goto|sees) (.*)")
-Condition = Callable[[Page], bool]
+INSTANCES = 15  # tasks of a template that has no `limit`
+LINE = re.compile(r"(?:([a-z_]*:?/\S*) )?(click|press|type|fill|choose|goto) (.*)")
+ROLES = {"click": "link", "press": "button", "choose": "combobox", "goto": ""}
 
 
 class Instance(NamedTuple):
     """A task of ours."""
 
     template: str
-    sites: list[str]
-    intent_template: str
-    values: Mapping[str, Any]
-    evaluation: dict[str, Any]
+    task: dict[str, Any]  # in WebArena's format
     plan: tuple[Step, ...]
 
 
 def make_instances() -> list[Instance]:
     """All tasks, in the order of their numbers."""
-    database = open_all()
     instances: list[Instance] = []
-    for name, template in read_templates().items():
-        rows = [dict(row) for row in database.execute(template["sql"])]
-        rows.sort(key=repr)  # versions of SQLite could order them differently
-        random.Random(name).shuffle(rows)
-        by_intent = {template["intent"].format(**row): row for row in rows}
-        for row in list(by_intent.values())[: template.get("limit", INSTANCES)]:
-            filled = Filled(template, row)
-            parts = template["sites"].split(), template["intent"], row
-            instances.append(Instance(name, *parts, filled.evaluation(), tuple(filled.plan())))
-    database.close()
+    for name, all_filled in fill_templates().items():
+        all_filled.sort(key=lambda filled: repr(filled.row))  # SQLite's order is not defined
+        random.Random(name).shuffle(all_filled)
+        by_intent = {filled.intent: filled for filled in all_filled}
+        limit = all_filled[0].template.get("limit", INSTANCES)
+        for filled in list(by_intent.values())[:limit]:
+            instances.append(Instance(name, filled.task(), tuple(filled.plan())))
     return instances
 
 
-def read_templates() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
-
-
-def open_all() -> sqlite3.Connection:
-    """One connection to the tables of all sites: shop.products, map.places, ..."""
-    database = connect(":memory:")
-    for name, path in build_masters().items():
-        database.execute(f"ATTACH '{read_only(path)}' AS {name}")
-    return database
+def fill_templates() -> dict[str, list["Filled"]]:
+    """Each template, by its name, with each row of its SQL."""
+    templates = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    with closing(open_master()) as database:
+        return {
+            name: [Filled(template, dict(row)) for row in database.execute(template["sql"])]
+            for name, template in templates.items()
+        }
 
 
 class Filled:
     """A template whose gaps are filled from a row."""
 
-    def __init__(self, template: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    def __init__(self, template: Mapping[str, Any], row: dict[str, Any]) -> None:
         self.template, self.row = template, row
-        self.site = template["sites"].split()[0]
+        self.sites = template["sites"].split()
+        self.intent = self.text(template["intent"])
 
     def text(self, pattern: str) -> str:
         return pattern.format(**self.row)
 
-    def address(self, pattern: str) -> tuple[str, str]:
-        """The site of an address, and its path and query with the values quoted."""
-        site, colon, path = pattern.rpartition(":")
-        values = {name: quote_plus(str(value), safe="/") for name, value in self.row.items()}
-        return site or self.site, path.format(**values)
-
     def url(self, pattern: str) -> str:
-        site, path = self.address(pattern)
-        return f"{PUBLIC[site]}{path}"
+        """The public URL of an address; values are quoted."""
+        site, _, path = pattern.rpartition(":")
+        values = {name: quote_plus(str(value), safe="/") for name, value in self.row.items()}
+        return f"{PUBLIC[site or self.sites[0]]}{path.format(**values)}"
 
-    def at(self, pattern: str) -> Condition:
-        site, path = self.address(pattern)
-        path, _, query = path.partition("?")
-        return at(PUBLIC[site].removeprefix("http://") + path, **dict(parse_qsl(query)))
+    def task(self) -> dict[str, Any]:
+        intent = self.template["intent"]
+        return {
+            "sites": self.sites,
+            "start_url": PUBLIC[self.sites[0]],
+            "require_login": self.sites != ["map"],
+            "intent": self.intent,
+            "intent_template": re.sub(r"\{(\w+)\}", r"{{\1}}", intent),
+            "instantiation_dict": {n: self.row[n] for n in re.findall(r"\{(\w+)\}", intent)},
+            "eval": self.evaluation(),
+        }
 
     def evaluation(self) -> dict[str, Any]:
-        """The "eval" of a task in WebArena's format."""
         template, kind = self.template, "string_match"
-        check: dict[str, Any]
         more: dict[str, Any] = {"reference_answers": None, "reference_url": "", "program_html": []}
         if "answer" in template:
-            answers = template["answer"]
-            patterns = answers if isinstance(answers, list) else [answers]
-            more["reference_answers"] = {"must_include": [self.text(p) for p in patterns]}
+            more["reference_answers"] = {"must_include": list(map(self.text, template["answer"]))}
         elif "exact" in template:
             more["reference_answers"] = {"exact_match": self.text(template["exact"])}
         elif "opens" in template:
@@ -131,50 +122,33 @@ class Filled:
         elif "page" in template:
             address, selector, text = template["page"]
             locator = f"document.querySelector('{selector}').outerText"
-            url, contents = self.url(address), {"must_include": [self.text(text)]}
-            check = {"url": url, "locator": locator, "required_contents": contents}
+            contents = {"must_include": [self.text(text)]}
+            check = {"url": self.url(address), "locator": locator, "required_contents": contents}
             kind, more["program_html"] = "program_html", [check]
         else:
-            site, sql, *patterns = template["rows"]
-            values = [self.text(pattern) for pattern in patterns]
+            sql, *values = map(self.text, template["rows"])
             row = [int(value) if re.fullmatch(r"-?\d+", value) else value for value in values]
-            check = {"site": site, "sql": self.text(sql), "expected": [row]}
-            kind, more["database"] = "database", [check]
+            kind, more["database"] = "database", [{"sql": sql, "expected": [row]}]
         return {"eval_types": [kind]} | more
 
     def plan(self) -> Iterator[Step]:
         """The oracle plays the last step that fits the page. Within a form, the fields are filled
         in from the first to the last, so they are turned around: the button becomes the first."""
-        matches = [re.fullmatch(LINE, line) for line in self.template["plan"]]
+        matches = [LINE.fullmatch(line) for line in self.template["plan"]]
         lines = [match.groups() for match in matches if match]
         for _, group in groupby(lines, key=lambda line: line[0]):
             yield from reversed([self.step(*line) for line in group])
         where, _, node = self.template["done"].partition(" sees ")
         role, _, name = self.text(node).partition(" ")
-        is_done = both(self.at(where), shows(role, name)) if node else self.at(where)
         references = self.evaluation()["reference_answers"] or {}
         answer = references.get("exact_match") or ", ".join(references.get("must_include", ()))
         goal = f"The answer is {answer}." if answer else "The task is done."
-        yield Step(goal, is_done, ("stop", answer))
+        yield Step(goal, self.url(where), "stop", role, name, answer)
 
     def step(self, where: str | None, verb: str, what: str) -> Step:
-        name, _, entry = (self.text(part) for part in what.partition(" = "))
-        act: tuple[str, ...]
-        when = self.at(where) if where else anywhere
+        name, _, text = (self.text(part) for part in what.partition(" = "))
+        goal = f"I enter {text} as {name}." if text else f"I {verb} {name}."
         if verb == "goto":
-            return Step(f"I go on at {PUBLIC[name]}.", when, ("goto", PUBLIC[name]))
-        if verb in ("click", "press"):
-            role = "link" if verb == "click" else "button"
-            return Step(f"I {verb} {name}.", when, ("click", role, name))
-        role = "combobox" if verb == "choose" else "textbox"
-        act = ("select", role, name, entry)
-        if verb != "choose":
-            act = ("type", role, name, entry, str(int(verb == "type")))
-        if verb != "type":  # which sends the form, so the field may hold the text already
-            when = both(when, lacks(role, name, entry))
-        return Step(f"I enter {entry} as {name}.", when, act)
-
-
-def lacks(role: str, name: str, value: str) -> Condition:
-    is_held = holds(role, name, value)
-    return lambda page: not is_held(page)
+            name, text = "", PUBLIC[name]
+        place, role = self.url(where) if where else "", ROLES.get(verb, "textbox")
+        return Step(goal, place, "click" if verb == "press" else verb, role, name, text)

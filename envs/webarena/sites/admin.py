@@ -1,163 +1,124 @@
-"""The shop's administration: orders, products, customers, reviews, content pages and reports.
+"""The shop's administration: orders, products, customers, reviews and reports.
 
 It has the shop's tables, so the shop of the same session shows what is changed here. Each table has
 a list and a page per row, with a small form for each value that can be changed.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import envs.webarena.sites.engine as web
 from envs.webarena.sites.map import TOWNS
-from envs.webarena.sites.shop import CATEGORIES, ORDER_STATUS, REVIEW_STATUS
-from envs.webarena.sites.shop import SITE as SHOP
-
-SITE = web.Site(
-    "shopping_admin",
-    "Luma Administration",
-    SHOP.data,
-    nav={"Dashboard": "/", "Orders": "/orders", "Products": "/products"}
-    | {"Customers": "/customers", "Reviews": "/reviews", "Pages": "/pages"}
-    | {"Sales": "/sales", "Bestsellers": "/bestsellers"},
-    root="/admin",
-    account=("admin", "admin1234"),
-    is_private=True,
+from envs.webarena.sites.shop import (
+    BY_DATE,
+    BY_STATUS,
+    CATEGORIES,
+    ORDER_STATUS,
+    REVIEW_STATUS,
+    STARS,
 )
-PRODUCT_STATUS = ("enabled", "disabled")
+
 QUARTERS = tuple(f"{year}-Q{n}" for year in (2024, 2025, 2026) for n in (1, 2, 3, 4))[2:10]
-
-
-class Edit(NamedTuple):
-    """A value that can be changed; `sql` converts the entry to the column's unit."""
-
-    column: str
-    options: Sequence[str] = ()
-    sql: str = "{}"
-
-
-class Table(NamedTuple):
-    """A list of rows, and what the page of one row shows and changes."""
-
-    listing: web.Listing
-    title: str  # heading of a row's page
-    facts: str
-    edits: Sequence[Edit] = ()
-
-
-TABLES = {
-    "orders": Table(
-        web.Listing(
-            "id /orders/{id}, placed, customer, status, total $",
-            "SELECT * FROM all_orders",
-            search="id || ' ' || customer",
-            filters=[web.Filter("Status", "status", ORDER_STATUS), web.Filter("Date", "placed")],
-            sorts={"Newest": "placed DESC, id DESC", "Oldest": "placed, id"}
-            | {"Total: high to low": "total DESC, id"},
-        ),
-        "Order {id}",
-        "customer, placed, status, town, total $, products",
-        [Edit("status", ORDER_STATUS)],
+BY_CATEGORY = web.Filter("Category", "category = :category", tuple(CATEGORIES))
+LISTINGS = {
+    "orders": web.Listing(
+        "id /admin/orders/{id}, placed, customer, status, total $",
+        "SELECT * FROM all_orders",
+        [web.keyword("id || ' ' || customer"), BY_STATUS, *BY_DATE],
+        {"Newest": "placed DESC, id DESC", "Oldest": "placed, id"}
+        | {"Total: high to low": "total DESC, id"},
     ),
-    "products": Table(
-        web.Listing(
-            "name /products/{id}, category, price $, stock, status",
-            "SELECT * FROM products",
-            search="name",
-            filters=[
-                web.Filter("Category", "category", [web.slug(name) for name in CATEGORIES]),
-                web.Filter("Status", "status", PRODUCT_STATUS),
-                web.Filter("Stock", "stock", scale=1),
-            ],
-            sorts={"Name": "name", "Price: high to low": "price DESC, name"}
-            | {"Stock: low to high": "stock, name"},
-        ),
-        "{name}",
-        "category, price $, stock, status, description",
-        [Edit("price", sql="round({} * 100)"), Edit("stock"), Edit("status", PRODUCT_STATUS)],
+    "products": web.Listing(
+        "name /admin/products/{id}, category, price $, stock",
+        "SELECT * FROM products",
+        [web.keyword("name"), BY_CATEGORY],
+        {"Name": "name", "Price: high to low": "price DESC, name"}
+        | {"Stock: low to high": "stock, name"},
     ),
-    "customers": Table(
-        web.Listing(
-            "name /customers/{id}, email, town, orders",
-            "SELECT c.*, (SELECT count(*) FROM orders WHERE customer = c.name) AS orders "
-            "FROM customers c",
-            search="name || ' ' || email || ' ' || phone",
-            filters=[web.Filter("Town", "town", TOWNS)],
-            sorts={"Name": "name", "Most orders": "orders DESC, name"},
-        ),
-        "{name}",
-        "email, phone, street, town, orders",
-        [Edit("phone"), Edit("street"), Edit("town", TOWNS)],
+    "customers": web.Listing(
+        "name /admin/customers/{id}, email, town, orders",
+        "SELECT c.*, (SELECT count(*) FROM orders WHERE customer = c.name) AS orders "
+        "FROM customers c",
+        [
+            web.keyword("name || ' ' || email || ' ' || phone"),
+            web.Filter("Town", "town = :town", TOWNS),
+        ],
+        {"Name": "name", "Most orders": "orders DESC, name"},
     ),
-    "reviews": Table(
-        web.Listing(
-            "title /reviews/{id}, product_name, author, stars, status",
-            "SELECT r.*, name AS product_name FROM reviews r JOIN products p ON p.id = product",
-            search="product_name || ' ' || author",
-            filters=[
-                web.Filter("Status", "status", REVIEW_STATUS),
-                web.Filter("Stars", "stars", "12345", "= 0 +"),
-            ],
-            sorts={"Newest": "created DESC, id"},
-        ),
-        "{title}",
-        "product_name, author, stars, text, created, status",
-        [Edit("status", REVIEW_STATUS)],
+    "reviews": web.Listing(
+        "title /admin/reviews/{id}, product_name, author, stars, status",
+        "SELECT r.*, name AS product_name FROM reviews r JOIN products p ON p.id = product",
+        [
+            web.keyword("product_name || ' ' || author"),
+            web.Filter("Status", "status = :status", REVIEW_STATUS),
+            STARS,
+        ],
+        {"Newest": "created DESC, id"},
     ),
-    "pages": Table(
-        web.Listing("title /pages/{id}", "SELECT * FROM pages", search="title"),
-        "{title}",
-        "slug, text",
-        [Edit("title"), Edit("text")],
-    ),
-}
-REPORTS = {
-    "Sales": web.Listing(
+    "sales": web.Listing(
         "month, orders, total $",
         "SELECT substr(placed, 1, 7) AS month, count(*) AS orders, sum(total) AS total "
         "FROM all_orders GROUP BY month",
-        filters=[web.Filter("Month", "month")],
-        sorts={"Newest": "month DESC", "Total: high to low": "total DESC"},
-    ),
-    "Bestsellers": web.Listing(
-        "name /products/{id}, quarter, sold",
-        "SELECT * FROM sold",
-        filters=[
-            web.Filter("Quarter", "quarter", QUARTERS),
-            web.Filter("Category", "category", [web.slug(name) for name in CATEGORIES]),
+        [
+            web.Filter("Month from", "month >= :month_from"),
+            web.Filter("Month to", "month <= :month_to"),
         ],
-        sorts={"Most sold": "sold DESC, name"},
+        {"Newest": "month DESC", "Total: high to low": "total DESC"},
+    ),
+    "bestsellers": web.Listing(
+        "name /admin/products/{id}, quarter, sold",
+        "SELECT * FROM sold",
+        [web.Filter("Quarter", "quarter = :quarter", QUARTERS), BY_CATEGORY],
+        {"Most sold": "sold DESC, name"},
     ),
 }
-
-
+SITE = web.Site(
+    "shopping_admin",
+    "cms",
+    "http://luma.com/admin",
+    "Luma Administration",
+    nav={"Dashboard": "/admin"} | {name.capitalize(): f"/admin/{name}" for name in LISTINGS},
+    user="admin",
+)
 SITE.page(
-    "",
+    "/admin",
     "Dashboard",
     web.Facts("pending_orders, pending_reviews"),
     row="SELECT (SELECT count(*) FROM orders WHERE status = 'pending') AS pending_orders, "
     "(SELECT count(*) FROM reviews WHERE status = 'pending') AS pending_reviews",
 )
-for title, listing in REPORTS.items():
-    SITE.page(f"/{title.lower()}", title, listing)
-for name, table in TABLES.items():
-    SITE.page(f"/{name}", name.capitalize(), table.listing)
-    SITE.page(
-        f"/{name}/{{id}}",
-        table.title,
-        web.Facts(table.facts),
-        *(
-            web.Form(
-                f"/{name}/{{id}}/{edit.column}",
-                f"Set {edit.column}",
-                {f"New {edit.column}": edit.options},
-            )
-            for edit in table.edits
-        ),
-        row=f"SELECT * FROM ({table.listing.sql}) WHERE id = :id",
-    )
-    for column, _, sql in table.edits:
-        SITE.change(
-            f"/{name}/{{id}}/{column}",
-            f"UPDATE {name} SET {column} = {sql.format(f':new_{column}')} WHERE id = :id",
-            then=f"/{name}/{{id}}",
-        )
+for name, listing in LISTINGS.items():
+    SITE.page(f"/admin/{name}", name.capitalize(), listing)
+
+
+def edit(table: str, column: str, options: Sequence[str] = (), sql: str = "{}") -> web.Form:
+    """A form for one value of a row; `sql` converts the entry to the column's unit."""
+    value = sql.format(f":new_{column}")
+    statement = f"UPDATE {table} SET {column} = {value} WHERE id = :id"
+    return web.Form(f"Set {column}", {f"New {column}": options}, statement)
+
+
+def row_page(name: str, title: str, *parts: web.Facts | web.Form) -> None:
+    row = f"SELECT * FROM ({LISTINGS[name].sql}) WHERE id = :id"
+    SITE.page(f"/admin/{name}/{{id}}", title, *parts, row=row)
+
+
+row_page(
+    "orders",
+    "Order {id}",
+    web.Facts("customer, placed, status, town, total $, products"),
+    edit("orders", "status", ORDER_STATUS),
+)
+row_page(
+    "products",
+    "{name}",
+    web.Facts("category, price $, stock, description"),
+    edit("products", "price", sql="round({} * 100)"),
+    edit("products", "stock"),
+)
+row_page("customers", "{name}", web.Facts("email, phone, street, town, orders"))
+row_page(
+    "reviews",
+    "{title}",
+    web.Facts("product_name, author, stars, text, created, status"),
+    edit("reviews", "status", REVIEW_STATUS),
+)

@@ -1,21 +1,22 @@
 """The engine of all sites: pages without JavaScript, made from declarations.
 
-A site is a `Data`, the tables and a function that fills them, and a `Site` with pages and changes.
-A page answers GET with a heading and parts; it can be about one row. A change answers POST: SQL,
-and the address to show next. The schema's constraints check what users enter.
+A page has a heading and parts. It can be about one row of a table, and it can have forms: a form
+sends its fields to its own page, which executes the form's SQL and leads to the next page. The
+schema's constraints check what users enter.
 
-    SITE = Site("shopping", "Shop", DATA, nav={"Cart": "/cart"})
+    SITE = Site("shopping", "shop", "http://onestopmarket.com", "Shop", nav={"Cart": "/cart"})
     SITE.page(
         "/products/{slug}", "{name}",
-        Facts("price $, category /categories/{category}"),
-        Form("/cart/add", "Add to cart", {"Quantity": ()}, {"product": "{id}"}),
+        Facts("description, price $, category /categories/{category}"),
+        Form("Add to cart", {"Quantity": "123"}, "REPLACE INTO cart VALUES (:id, :quantity)",
+             then="/cart"),
         row="SELECT * FROM products WHERE slug = :slug"
     )
-    SITE.change("/cart/add", "REPLACE INTO cart VALUES (:product, :quantity)", then="/cart")
 
-:names in SQL and {names} in texts are the parts of the path, the query, the fields of the form, and
-the columns of the row; `user` and `today` also exist. `Listing` is a table with search, filters,
-sorting and pages, all in the query of the URL: /search?q=lamp&price_to=20&sort=rating&page=2.
+:names in SQL and {names} in texts are the parts of the path, the query, the columns of the row, and
+the fields of the form ("New price" is :new_price); `user` and `today` also exist. `Listing` is a
+table with filters, sorting and pages, all in the query of the URL:
+/search?keyword=lamp&price_to=20&sort_by=Rating&page=2.
 
 Everything is deterministic: the rows come from a seeded generator, and the date is always TODAY.
 
@@ -25,11 +26,12 @@ Read next: envs/webarena/sites/shop.py.
 import random
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
+from math import isqrt
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 import jinja2
@@ -37,37 +39,9 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 TODAY = "2026-06-15"
 ROWS_PER_PAGE = 12
-MAX_WORDS = 20  # of a search; SQLite limits the depth of an expression
-
+SPEEDS = {"car": 50, "bike": 15, "foot": 5}  # kilometers in an hour
 
 Rows = Iterator[tuple[str, tuple]]  # table, values; the value None becomes the row's number
-
-
-class Data(NamedTuple):
-    """The tables of a site. Sites can share one Data."""
-
-    name: str
-    schema: str
-    make_rows: Callable[[random.Random], Rows]
-
-    def build(self, path: Path) -> None:
-        """Write the database file; the rows are the same on every machine."""
-        database = sqlite3.connect(path)
-        database.executescript(self.schema)
-        for table, values in self.make_rows(random.Random(self.name)):
-            marks = ", ".join("?" * len(values))
-            database.execute(f"INSERT INTO {table} VALUES ({marks})", values)
-        database.commit()
-        database.close()
-
-
-class Database(Protocol):
-    """The rows that one session sees. `write` executes all statements or none, and returns the
-    number of the inserted row."""
-
-    def query(self, data: str, sql: str, parameters: Any = ()) -> list[sqlite3.Row]: ...
-
-    def write(self, data: str, statements: Sequence[str], parameters: Any) -> int: ...
 
 
 def recent_day(random: random.Random, num_days: int) -> str:
@@ -82,6 +56,9 @@ def invent_people(random: random.Random, number: int) -> list[str]:
     return random.sample([f"{a} {b}" for a in first.split() for b in last.split()], number)
 
 
+# --------------------------------------------------------------------------------- rows and SQL
+
+
 def money(cents: int) -> str:
     """
     >>> money(123456)
@@ -92,73 +69,98 @@ def money(cents: int) -> str:
 
 def slug(name: str) -> str:
     """
-    >>> slug("Price: low to high")
-    'price-low-to-high'
+    >>> slug("Acorn & Sons")
+    'acorn-sons'
     """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def road(x1: int, y1: int, x2: int, y2: int) -> float:
+    """Kilometers by road, which is a quarter longer than the straight line between two points in
+    meters. Integers until the end, so that it is the same on every machine.
+
+    >>> road(0, 0, 3000, 4000)
+    6.3
+    """
+    straight = isqrt((x1 - x2) ** 2 + (y1 - y2) ** 2)
+    return (straight * 5 // 4 + 50) // 100 / 10
+
+
+def minutes(km: float, mode: str) -> int:
+    """Travel time.
+
+    >>> minutes(6.3, "foot")
+    76
+    """
+    return max(1, round(km * 60 / SPEEDS[mode]))
+
+
+def connect(address: str) -> sqlite3.Connection:
+    """Open a database that any thread may use, one at a time, with the functions of our SQL."""
+    database = sqlite3.connect(address, uri=True, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    for function, arguments in ((money, 1), (slug, 1), (road, 4), (minutes, 2)):
+        database.create_function(function.__name__, arguments, function, deterministic=True)
+    return database
+
+
+class Session:
+    """The rows of one session: the master's, and after its first change a copy of its own."""
+
+    def __init__(self, master: sqlite3.Connection) -> None:
+        self._master = self._database = master
+
+    @property
+    def has_copy(self) -> bool:
+        return self._database is not self._master
+
+    def query(self, sql: str, values: Any = ()) -> list[sqlite3.Row]:
+        return self._database.execute(sql, values).fetchall()
+
+    def write(self, statements: Sequence[str], values: Any = ()) -> int:
+        """Execute all statements, or none if one fails; returns the id of the last new row."""
+        if not self.has_copy:
+            self._database = connect(":memory:")
+            self._master.backup(self._database)
+        with self._database:
+            for statement in statements:
+                cursor = self._database.execute(statement, values)
+        return cursor.lastrowid or 0
+
+    def close(self) -> None:
+        if self.has_copy:
+            self._database.close()
 
 
 # --------------------------------------------------------------------------------- parts of a page
 
 
-class Text(NamedTuple):
-    text: str
+class Refusal(Exception):
+    """A request that cannot be answered; the user reads the message."""
+
+    def __init__(self, status: int, title: str, problem: str) -> None:
+        super().__init__(problem)
+        self.status, self.title = status, title
 
 
-class Links(NamedTuple):
-    links: Mapping[str, str]  # text -> address
-    title: str = ""
+class Values(dict):
+    """The values of a request by name; a name that is missing is empty."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
 
 
-class Facts(NamedTuple):
-    """A table of names and values. The id of a value is the name of its column: #price."""
+class Visit(NamedTuple):
+    """One request and the rows of its session."""
 
-    columns: str  # of the page's row; see `cells`
-
-
-class Field(NamedTuple):
-    """An input; with `options`, which are pairs of value and text, a selection."""
-
-    label: str
-    options: Sequence[tuple[str, str]] = ()
-    value: str = ""
-
-    @property
-    def name(self) -> str:
-        short = {"Keyword": "q", "Sort by": "sort"}
-        return short.get(self.label) or slug(self.label).replace("-", "_")
+    session: Session
+    query: Mapping[str, str]
+    values: Values
 
 
-class Form(NamedTuple):
-    action: str  # "": the page's own address
-    button: str
-    fields: Mapping[str, Sequence[str]] = {}  # label -> options, if it is a selection
-    hidden: Mapping[str, str] = {}
-    method: str = "post"
-
-
-class Filter(NamedTuple):
-    """A restriction of a listing: a selection if it has `options`, otherwise a lower and an upper
-    limit. `scale` converts an entered number to the column's unit; without it the limits are text,
-    such as dates."""
-
-    label: str
-    column: str
-    options: Sequence[str] = ()
-    test: str = "="
-    scale: int = 0
-
-
-class Listing(NamedTuple):
-    """A table of the rows of `sql`. The first of `sorts` is the default."""
-
-    columns: str  # see `cells`
-    sql: str
-    search: str = ""  # SQL: what the field "Keyword" searches
-    filters: Sequence[Filter] = ()
-    sorts: Mapping[str, str] = {}  # name -> SQL order
-    title: str = ""
-    button: Form | None = None  # in each row
+def field_name(label: str) -> str:
+    """The name of a field in URLs and SQL: "Sort by" is sort_by."""
+    return label.lower().replace(" ", "_")
 
 
 def cells(columns: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,237 +178,160 @@ def cells(columns: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return texts
 
 
-def as_dict(part: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A part as the template reads it: with its kind, "text", "facts", ..., and with the values."""
+class Links(NamedTuple):
+    links: Mapping[str, str]  # text -> address
+    title: str = ""
 
-    def fill(pattern: Any) -> Any:
-        return pattern.format_map(values) if isinstance(pattern, str) else pattern
-
-    content = {name: fill(value) for name, value in part._asdict().items()}
-    if isinstance(part, Form):
-        content["fields"] = [
-            Field(label, [(option, option) for option in options])
-            for label, options in part.fields.items()
-        ]
-    if isinstance(part, Facts):
-        content["facts"] = cells(part.columns, values)
-    for name in ("hidden", "links"):
-        if name in content:
-            content[name] = {fill(key): fill(value) for key, value in content[name].items()}
-    return {"kind": type(part).__name__.lower()} | content
+    def view(self, visit: Visit) -> dict[str, Any]:
+        """What the template shows of this part."""
+        return {text: address.format_map(visit.values) for text, address in self.links.items()}
 
 
-# -------------------------------------------------------------------------------- sites and visits
+class Facts(NamedTuple):
+    """A table of names and values. The id of a value is the name of its column: #price."""
+
+    columns: str  # of the page's row; see `cells`
+
+    def view(self, visit: Visit) -> dict[str, Any]:
+        return cells(self.columns, visit.values)
 
 
-class Refusal(Exception):
-    """A request that cannot be answered; the user reads the message."""
+class Form(NamedTuple):
+    button: str
+    fields: Mapping[str, Sequence[str]]  # label -> options, if it is a selection
+    sql: str | Sequence[str]
+    then: str = ""  # the next page, by default the same; {new} is the number of an inserted row
+
+    def view(self, visit: Visit) -> Mapping[str, Sequence[str]]:
+        return self.fields
+
+    def send(self, visit: Visit, entries: Mapping[str, str], path: str) -> str:
+        """Execute the SQL; returns the address of the next page."""
+        names = map(field_name, self.fields)
+        values = Values(visit.values | {name: entries.get(name, "").strip() for name in names})
+        if empty := [label for label in self.fields if not values[field_name(label)]]:
+            raise Refusal(422, "Please check your entry", f"The field {empty[0]} is empty.")
+        statements = [self.sql] if isinstance(self.sql, str) else self.sql
+        try:
+            number = visit.session.write(statements, values)
+        except sqlite3.IntegrityError as error:
+            problem = f"The entry is not accepted ({error})."
+            raise Refusal(422, "Please check your entry", problem) from error
+        return (self.then or path).format_map(values | {"new": number})
 
 
-class NotFound(Refusal):
-    """There is no such page or row."""
+class Filter(NamedTuple):
+    """A field that restricts a listing if it is not empty."""
+
+    label: str
+    test: str  # SQL, with the field's value by its name: "price <= :price_to"
+    options: Sequence[str] = ()
 
 
-class SignInNeeded(Exception):
-    """The page is for users who have signed in."""
+def keyword(column: str) -> Filter:
+    """Rows whose column has these words in this order."""
+    return Filter("Keyword", f"{column} LIKE '%' || replace(:keyword, ' ', '%') || '%'")
 
 
-class Values(dict):
-    """The values of a request by name; a name that is missing is empty."""
+class Listing(NamedTuple):
+    """A table of the rows of `sql`. The first of `sorts` is the default."""
 
-    def __missing__(self, name: str) -> str:
-        return ""
+    columns: str  # see `cells`
+    sql: str
+    filters: Sequence[Filter] = ()
+    sorts: Mapping[str, str] = {}  # name -> SQL order
+    title: str = ""
+
+    def view(self, visit: Visit) -> dict[str, Any]:
+        """Fields, rows of the current page, links to the others."""
+        session, query, values = visit
+        fields = {label: ("", *options) if options else () for label, _, options in self.filters}
+        tests = [test for label, test, _ in self.filters if query.get(field_name(label))]
+        if len(self.sorts) > 1:
+            fields["Sort by"] = tuple(self.sorts)
+        order = self.sorts.get(query.get("sort_by", ""), next(iter(self.sorts.values()), "1"))
+        selected = f"FROM ({self.sql}) WHERE {' AND '.join(tests) or '1'}"
+        count = session.query(f"SELECT count(*) {selected}", values)[0][0]
+        num_pages = max(1, -(-count // ROWS_PER_PAGE))
+        number = query.get("page", "")
+        page = min(max(int(number), 1), num_pages) if re.fullmatch("[0-9]{1,9}", number) else 1
+        limits = f"LIMIT {ROWS_PER_PAGE} OFFSET {(page - 1) * ROWS_PER_PAGE}"
+        rows = session.query(f"SELECT * {selected} ORDER BY {order} {limits}", values)
+        return {
+            "fields": fields,
+            "count": f"{count} result{'s' * (count != 1)}, page {page} of {num_pages}",
+            "rows": [cells(self.columns, dict(row)) for row in rows],
+            "pages": {
+                label: f"?{urlencode({**query, 'page': other})}"
+                for label, other in (("Previous page", page - 1), ("Next page", page + 1))
+                if 1 <= other <= num_pages
+            },
+        }
 
 
-class Visit(NamedTuple):
-    """One request and the rows of its session."""
+# ------------------------------------------------------------------------------------------- sites
 
-    site: "Site"
-    database: Database
-    query: dict[str, str]
-    values: Values
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters["field_name"] = field_name
 
-    def rows(self, sql: str, values: Mapping[str, Any]) -> list[sqlite3.Row]:
-        return self.database.query(self.site.data.name, sql, values)
 
-
-Shown = tuple[str, list[dict[str, Any]]]  # a heading, and parts for the template
+class Page(NamedTuple):
+    pattern: re.Pattern  # of its path
+    title: str
+    parts: Sequence[Links | Facts | Form | Listing]
+    row: str  # SQL that finds the row which the page is about
 
 
 @dataclass
 class Site:
     name: str  # as in WebArena's JSON
+    label: str  # first part of the host name
+    public: str  # the address that the policy sees
     title: str
-    data: Data
     nav: Mapping[str, str]  # text -> address, on every page
     search: str = ""  # label of the search field on every page, which leads to /search
-    root: str = ""  # begins every path of the site
-    account: tuple[str, str] = ("", "")  # the user and the password; a site can have no account
-    is_private: bool = False  # all pages need the account
-    routes: list[tuple[str, re.Pattern, Callable]] = field(default_factory=list)
+    user: str = ""  # who has signed in
+    pages: list[Page] = field(default_factory=list)
 
     def page(self, path: str, title: str, *parts: Any, row: str = "") -> None:
         """Register a page. {names} in `path` are parts of the path."""
+        pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
+        self.pages.append(Page(pattern, title, parts, row))
 
-        def show(visit: Visit) -> Shown:
-            values = visit.values
-            if row:
-                rows = visit.rows(row, values)
-                if not rows:
-                    raise NotFound("There is no such entry.")
-                values |= dict(rows[0])
-            listings = (
-                select_rows(visit, part) if isinstance(part, Listing) else {} for part in parts
-            )
-            return title.format_map(values), [
-                as_dict(part, values) | more for part, more in zip(parts, listings)
-            ]
+    def respond(self, session: Session, method: str, path: str, query: str, form: str) -> Response:
+        """Answer a request: a page, or after a form the way to the next one."""
+        entries, path = dict(parse_qsl(query)), path.rstrip("/")
+        visit = Visit(session, entries, Values(entries, user=self.user, today=TODAY))
+        try:
+            page = self._find(path, visit)
+            if method == "POST":
+                sent = dict(parse_qsl(form, keep_blank_values=True))
+                for part in page.parts:
+                    if isinstance(part, Form) and part.button == sent.get("button"):
+                        return RedirectResponse(part.send(visit, sent, path) or "/", 303)
+            parts = [(type(part).__name__, part, part.view(visit)) for part in page.parts]
+            return self._show(page.title.format_map(visit.values), parts, visit)
+        except Refusal as refusal:
+            problem = {"problem": str(refusal)}
+            return self._show(refusal.title, [("Facts", None, problem)], visit, refusal.status)
 
-        self._add("GET", path, show)
-
-    def change(self, path: str, *statements: str, then: str = "") -> None:
-        """Register a change of rows. `then`, by default `path`, is the page to show next; in it,
-        {new} is the number of an inserted row."""
-
-        def act(visit: Visit) -> str:
-            if not visit.values["user"]:
-                raise SignInNeeded
-            if empty := [name for name, value in visit.values.items() if not value]:
-                raise Refusal(f"The field {empty[0]} is empty.")
-            try:
-                number = visit.database.write(self.data.name, statements, visit.values)
-            except sqlite3.IntegrityError as error:
-                raise Refusal(f"The entry is not accepted ({error}).") from error
-            return self.root + (then or path).format_map(visit.values | {"new": number})
-
-        self._add("POST", path, act)
-
-    def _add(self, method: str, path: str, answer: Callable[[Visit], Shown | str]) -> None:
-        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
-        self.routes.append((method, re.compile(self.root + pattern), answer))
-
-    def answer(self, method: str, path: str, visit: Visit) -> Shown | str:
-        """The page, or the address of the next one."""
-        if path == f"{self.root}/login" and method == "GET":
-            return "Sign in", [as_dict(SIGN_IN, {})]
-        if path == f"{self.root}/login":
-            if (visit.values["user_name"], visit.values["password"]) != self.account:
-                raise Refusal("The user name or the password is wrong.")
-            visit.values["user"] = self.account[0]
-            return visit.query.get("next", f"{self.root}/")
-        if self.is_private and not visit.values["user"]:
-            raise SignInNeeded
-        for of_method, pattern, function in self.routes:
-            if of_method == method and (match := pattern.fullmatch(path)):
+    def _find(self, path: str, visit: Visit) -> Page:
+        """The page at a path; adds the values of its path and row."""
+        for page in self.pages:
+            if match := page.pattern.fullmatch(path):
                 visit.values.update(match.groupdict())
-                return function(visit)
-        raise NotFound("There is no such page.")
+                rows = visit.session.query(page.row or "SELECT 1", visit.values)
+                if rows:
+                    visit.values.update(dict(rows[0]))
+                    return page
+        raise Refusal(404, "Not found", "There is no such page.")
 
-
-SIGN_IN = Form("", "Sign in", {"User name": (), "Password": ()})
-
-
-# ---------------------------------------------------------------------------------------- listings
-
-
-def select_rows(visit: Visit, listing: Listing) -> dict[str, Any]:
-    """What the template shows of a listing: controls, rows of the current page, links to others."""
-    controls: list[Field] = []
-    tests: list[str] = []  # SQL conditions
-    values = Values(visit.values)
-
-    def entry(label: str, options: Sequence[tuple[str, str]] = ()) -> str:
-        control = Field(label, options)
-        value = visit.query.get(control.name, "")
-        controls.append(control._replace(value=value))
-        return value
-
-    def restrict(test: str, limit: Any) -> None:
-        if limit != "":
-            values[f"limit{len(tests)}"] = limit
-            tests.append(f"{test} :limit{len(tests)}")
-
-    words = entry("Keyword").split() if listing.search else []
-    for word in words[:MAX_WORDS]:
-        restrict(f"{listing.search} LIKE", f"%{word}%")
-    for label, column, options, test, scale in listing.filters:
-        if options:
-            choices = [("", "Any"), *((option, option) for option in options)]
-            restrict(f"{column} {test}", entry(label, choices))
-        for end, sign in () if options else (("from", ">="), ("to", "<=")):
-            limit = entry(f"{label} {end}")
-            restrict(f"{column} {sign}", to_unit(limit, scale) if scale else limit)
-    orders = {slug(name): order for name, order in listing.sorts.items()}
-    choices = [(slug(name), name) for name in listing.sorts]
-    sort = entry("Sort by", choices) if len(choices) > 1 else ""
-    order = orders.get(sort) or next(iter(orders.values()), "1")
-    selected = f"FROM ({listing.sql}) WHERE {' AND '.join(tests) or '1'}"
-    count = visit.rows(f"SELECT count(*) {selected}", values)[0][0]
-    num_pages = max(1, -(-count // ROWS_PER_PAGE))
-    number = visit.query.get("page", "")
-    page = min(max(int(number), 1), num_pages) if re.fullmatch(r"[0-9]{1,9}", number) else 1
-    limits = f"LIMIT {ROWS_PER_PAGE} OFFSET {(page - 1) * ROWS_PER_PAGE}"
-    rows = visit.rows(f"SELECT * {selected} ORDER BY {order} {limits}", values)
-
-    def button(row: dict[str, Any]) -> dict[str, Any]:
-        return {"change": as_dict(listing.button, row)} if listing.button else {}
-
-    return {
-        "controls": controls,
-        "count": f"{count} result" + "s" * (count != 1),
-        "page": f"page {page} of {num_pages}" if num_pages > 1 else "",
-        "rows": [cells(listing.columns, dict(row)) | button(dict(row)) for row in rows],
-        "pages": {
-            label: "?" + urlencode(visit.query | {"page": str(other)})
-            for label, other in (("Previous page", page - 1), ("Next page", page + 1))
-            if 1 <= other <= num_pages
-        },
-    }
-
-
-def to_unit(entry: str, scale: int) -> str | int:
-    """A number that the user entered, times `scale`; "" stays as it is."""
-    if not entry:
-        return ""
-    if not re.fullmatch(r"-?[0-9]{1,9}(\.[0-9]{1,9})?", entry):
-        raise Refusal(f"{entry!r:.40} is not a number.")
-    return round(float(entry) * scale)
-
-
-# ----------------------------------------------------------------------------------------- answers
-
-LOADER = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
-TEMPLATES = jinja2.Environment(
-    loader=LOADER, autoescape=True, trim_blocks=True, lstrip_blocks=True, auto_reload=False
-)
-
-
-def respond(
-    site: Site, database: Database, method: str, path: str, query: str, form: str, user: str
-) -> Response:
-    """Answer a request. `user` is a cookie. It can be trusted: a session has one browser."""
-    entries = dict(parse_qsl(query))
-    if method == "GET" and len(entries) < len(parse_qsl(query, keep_blank_values=True)):
-        # A GET form also sends its empty fields. Without them, a list has one address only.
-        return RedirectResponse(f"{path}?{urlencode(entries)}".rstrip("?"), 303)
-    fields = {name: entry.strip() for name, entry in parse_qsl(form, keep_blank_values=True)}
-    member = site.account[0] if user == site.account[0] else ""
-    values = Values(entries | fields | {"user": member, "today": TODAY})
-    status = 200
-    try:
-        answer = site.answer(method, path.rstrip("/"), Visit(site, database, entries, values))
-    except SignInNeeded:
-        return RedirectResponse(f"{site.root}/login?{urlencode({'next': path})}", 303)
-    except Refusal as refusal:
-        status = 404 if isinstance(refusal, NotFound) else 422
-        title = "Not found" if status == 404 else "Please check your entry"
-        answer = title, [{"kind": "text", "text": str(refusal)}]
-    if isinstance(answer, str):
-        response: Response = RedirectResponse(answer, 303)
-        if values["user"] != member:
-            response.set_cookie("user", values["user"])
-        return response
-    template = TEMPLATES.get_template("page.html")
-    title, parts = answer
-    html = template.render(site=site, title=title, parts=parts, user=values["user"])
-    return HTMLResponse(html, status)
+    def _show(self, title: str, parts: Sequence, visit: Visit, status: int = 200) -> Response:
+        template = TEMPLATES.get_template("page.html")
+        html = template.render(site=self, title=title, parts=parts, query=visit.query)
+        return HTMLResponse(html, status)

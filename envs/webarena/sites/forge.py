@@ -1,4 +1,4 @@
-"""The forge: projects with issues, merge requests, commits and members."""
+"""The forge: projects with issues, commits and members."""
 
 import random
 from itertools import product
@@ -6,22 +6,17 @@ from itertools import product
 import envs.webarena.sites.engine as web
 
 SCHEMA = """
-CREATE TABLE users (name TEXT PRIMARY KEY, full_name TEXT UNIQUE) STRICT;
-CREATE TABLE projects (path TEXT PRIMARY KEY, owner TEXT, description TEXT, points INTEGER,
+CREATE TABLE users (name TEXT PRIMARY KEY) STRICT;
+CREATE TABLE projects (path TEXT PRIMARY KEY, owner TEXT, description TEXT, stars INTEGER,
     name TEXT CHECK (name NOT GLOB '*[^a-z0-9-]*'), visibility TEXT) STRICT;
 CREATE TABLE issues (id INTEGER PRIMARY KEY, project TEXT, number INTEGER, title TEXT, text TEXT,
-    author TEXT, assignee TEXT, label TEXT, milestone TEXT, state TEXT, created TEXT,
+    author TEXT, assignee TEXT, label TEXT, state TEXT, created TEXT,
     UNIQUE (project, title)) STRICT;
-CREATE TABLE merge_requests (project TEXT, number INTEGER, title TEXT, author TEXT, reviewer TEXT,
-    state TEXT, created TEXT, PRIMARY KEY (project, number)) STRICT;
 CREATE TABLE commits (hash TEXT PRIMARY KEY, project TEXT, author TEXT, message TEXT, created TEXT)
     STRICT;
 CREATE TABLE members (project TEXT, user TEXT, role TEXT, PRIMARY KEY (project, user)) STRICT;
-CREATE TABLE stars (project TEXT, user TEXT, PRIMARY KEY (project, user)) STRICT;
 CREATE INDEX commits_of_project ON commits (project);
 CREATE INDEX issues_of_project ON issues (project);
-CREATE VIEW all_projects AS SELECT *, points + (SELECT count(*) FROM stars WHERE project = path)
-    AS stars FROM projects;
 """
 
 ADJECTIVES = "amber,brave,calm,daily,early,fast,gentle,hidden,iron,jolly,kind,little".split(",")
@@ -38,9 +33,8 @@ PROBLEMS = (
 ).split(",")
 VERBS = "Fix,Improve,Rewrite,Document,Simplify,Test".split(",")
 LABELS = ("bug", "feature", "documentation", "performance", "question")
-MILESTONES = ("v1.0", "v1.1", "v2.0")
 ROLES = ("guest", "reporter", "developer", "maintainer")
-STATES = ("open", "closed", "merged")  # an issue is not merged
+STATES = ("open", "closed")
 VISIBILITIES = ("private", "internal", "public")
 USER = "ada.quill"
 
@@ -48,7 +42,7 @@ USER = "ada.quill"
 def make_rows(random: random.Random) -> web.Rows:
     names = ["Ada Quill", *web.invent_people(random, 60)]
     users = [name.lower().replace(" ", ".") for name in names]
-    yield from (("users", pair) for pair in zip(users, names))
+    yield from (("users", (user,)) for user in users)
     for number, words in enumerate(random.sample([*product(ADJECTIVES, NOUNS)], 50)):
         team = random.sample(users[1:], 5)
         team[0] = USER if number % 6 == 0 else team[0]
@@ -60,13 +54,8 @@ def make_rows(random: random.Random) -> web.Rows:
         topics = random.sample([*product(PROBLEMS, PARTS)], random.randrange(8, 30))
         for index, (problem, part) in enumerate(topics, 1):
             title, people = problem.format(part), random.sample(team, 2)
-            labels = random.choice(LABELS), random.choice(MILESTONES), random.choice(STATES[:2])
-            issue = path, index, title, f"{title}.", *people, *labels
-            yield "issues", (None, *issue, web.recent_day(random, 300))
-        topics = random.sample([*product(VERBS, PARTS)], random.randrange(8, 20))
-        for index, (verb, part) in enumerate(topics, 1):
-            request = path, index, f"{verb} the {part}", *random.sample(team, 2)
-            yield "merge_requests", (*request, random.choice(STATES), web.recent_day(random, 300))
+            issue = path, index, title, f"{title}.", *people, random.choice(LABELS)
+            yield "issues", (None, *issue, random.choice(STATES), web.recent_day(random, 300))
         for _ in range(random.randrange(20, 80)):
             message = f"{random.choice(VERBS)} the {random.choice(PARTS)}"
             commit = f"{random.getrandbits(40):010x}", path, random.choice(team), message
@@ -75,36 +64,30 @@ def make_rows(random: random.Random) -> web.Rows:
 
 SITE = web.Site(
     "gitlab",
+    "forge",
+    "http://gitlab.com",
     "Forge",
-    web.Data("forge", SCHEMA, make_rows),
-    nav={"Projects": "/", "New project": "/projects/new", "My issues": "/issues"}
-    | {"My reviews": "/merge_requests"},
+    nav={"Projects": "/", "New project": "/projects/new", "My issues": "/issues"},
     search="Search projects",
-    account=(USER, "engine1843"),
+    user=USER,
 )
 PROJECTS = web.Listing(
     "path /{path}, description, stars",
-    "SELECT * FROM all_projects",
-    search="path",
-    sorts={"Name": "name", "Most stars": "stars DESC, name"},
+    "SELECT * FROM projects",
+    [web.keyword("path")],
+    {"Name": "name", "Most stars": "stars DESC, name"},
 )
+HERE, PATH = "/{owner}/{name}", ":owner || '/' || :name"
+PROJECT = f"SELECT * FROM projects WHERE path = {PATH}"
 ISSUES = web.Listing(
-    "title /{project}/issues/{number}, author, assignee, label, milestone, state",
-    "SELECT * FROM issues WHERE project = :owner || '/' || :name",
-    search="title",
-    filters=[
-        web.Filter("State", "state", STATES[:2]),
-        web.Filter("Label", "label", LABELS),
-        web.Filter("Milestone", "milestone", MILESTONES),
+    "title /{project}/issues/{number}, author, assignee, label, state",
+    f"SELECT * FROM issues WHERE project = {PATH}",
+    [
+        web.keyword("title"),
+        web.Filter("State", "state = :state", STATES),
+        web.Filter("Label", "label = :label", LABELS),
     ],
-    sorts={"Newest": "created DESC, number DESC", "Oldest": "created, number"},
-)
-MERGE_REQUESTS = web.Listing(
-    "title, project /{project}, author, reviewer, state, created",
-    "SELECT * FROM merge_requests WHERE project = :owner || '/' || :name",
-    search="title",
-    filters=[web.Filter("State", "state", STATES)],
-    sorts={"Newest": "created DESC, number DESC"},
+    {"Newest": "created DESC, number DESC", "Oldest": "created, number"},
 )
 SITE.page("", "Projects", PROJECTS)
 SITE.page("/search", "Search results", PROJECTS)
@@ -114,86 +97,70 @@ SITE.page(
     ISSUES._replace(sql="SELECT * FROM issues WHERE assignee = :user"),
 )
 SITE.page(
-    "/merge_requests",
-    "Merge requests that I review",
-    MERGE_REQUESTS._replace(sql="SELECT * FROM merge_requests WHERE reviewer = :user"),
-)
-SITE.page(
     "/projects/new",
     "New project",
-    web.Form("", "Create project", {"Name": (), "Description": (), "Visibility": VISIBILITIES}),
+    web.Form(
+        "Create project",
+        {"Name": (), "Description": (), "Visibility": VISIBILITIES},
+        (
+            "INSERT INTO projects VALUES (:user || '/' || :name, :user, :description, 0, :name, "
+            ":visibility)",
+            "INSERT INTO members VALUES (:user || '/' || :name, :user, 'maintainer')",
+        ),
+        then="/{user}/{name}",
+    ),
 )
-SITE.change(
-    "/projects/new",
-    "INSERT INTO projects VALUES (:user || '/' || :name, :user, :description, 0, :name, "
-    ":visibility)",
-    "INSERT INTO members VALUES (:user || '/' || :name, :user, 'maintainer')",
-    then="/{user}/{name}",
-)
-HERE, PATH = "/{owner}/{name}", ":owner || '/' || :name"
 SITE.page(
     HERE,
     "{path}",
-    web.Text("{description}"),
+    web.Facts("description, visibility, stars"),
     web.Links(
         {"Issues": f"{HERE}/issues", "New issue": f"{HERE}/issues/new"}
-        | {"Merge requests": f"{HERE}/merge_requests", "Commits": f"{HERE}/commits"}
-        | {"Members": f"{HERE}/members"}
+        | {"Commits": f"{HERE}/commits", "Members": f"{HERE}/members"}
     ),
-    web.Facts("visibility, stars, starred"),
-    web.Form(f"{HERE}/star", "Star"),
-    web.Form(f"{HERE}/unstar", "Unstar"),
-    row="SELECT *, iif(EXISTS (SELECT * FROM stars WHERE project = path AND user = :user), 'yes', "
-    f"'no') AS starred FROM all_projects WHERE path = {PATH}",
+    row=PROJECT,
 )
-SITE.change(f"{HERE}/star", f"REPLACE INTO stars VALUES ({PATH}, :user)", then=HERE)
-SITE.change(
-    f"{HERE}/unstar", f"DELETE FROM stars WHERE project = {PATH} AND user = :user", then=HERE
-)
-SITE.page(f"{HERE}/issues", "Issues of {owner}/{name}", ISSUES)
-SITE.page(f"{HERE}/merge_requests", "Merge requests of {owner}/{name}", MERGE_REQUESTS)
+SITE.page(f"{HERE}/issues", "Issues of {path}", ISSUES, row=PROJECT)
 SITE.page(
     f"{HERE}/commits",
-    "Commits of {owner}/{name}",
+    "Commits of {path}",
     web.Listing(
         "message, author, created, hash",
-        f"SELECT * FROM commits WHERE project = {PATH}",
-        search="author || ' ' || message",
-        filters=[web.Filter("Date", "created")],
-        sorts={"Newest": "created DESC, hash"},
+        "SELECT * FROM commits WHERE project = :path",
+        [web.keyword("author || ' ' || message")],
+        {"Newest": "created DESC, hash"},
     ),
+    row=PROJECT,
 )
 SITE.page(
     f"{HERE}/members",
-    "Members of {owner}/{name}",
-    web.Form("", "Add member", {"User name": (), "Role": ROLES}),
-    web.Listing("user, role", f"SELECT * FROM members WHERE project = {PATH}"),
-)
-SITE.change(
-    f"{HERE}/members",
-    f"REPLACE INTO members SELECT {PATH}, name, :role FROM users WHERE name = :user_name",
+    "Members of {path}",
+    web.Form(
+        "Add member",
+        {"User name": (), "Role": ROLES},
+        "REPLACE INTO members SELECT :path, name, :role FROM users WHERE name = :user_name",
+    ),
+    web.Listing("user, role", "SELECT * FROM members WHERE project = :path"),
+    row=PROJECT,
 )
 SITE.page(
     f"{HERE}/issues/new",
-    "New issue in {owner}/{name}",
-    web.Form("", "Create issue", {"Title": (), "Assignee": (), "Label": LABELS}),
+    "New issue in {path}",
+    web.Form(
+        "Create issue",
+        {"Title": (), "Assignee": (), "Label": LABELS},
+        "INSERT INTO issues SELECT NULL, :path, coalesce(max(number), 0) + 1, :title, :title, "
+        ":user, :assignee, :label, 'open', :today FROM issues WHERE project = :path",
+        then=f"{HERE}/issues",
+    ),
+    row=PROJECT,
 )
-SITE.change(
-    f"{HERE}/issues/new",
-    f"INSERT INTO issues SELECT NULL, {PATH}, coalesce(max(number), 0) + 1, :title, :title, "
-    f":user, :assignee, :label, 'none', 'open', :today FROM issues WHERE project = {PATH}",
-    then=f"{HERE}/issues",
-)
+SET_STATE = "UPDATE issues SET state = '{}' WHERE id = :id"
 SITE.page(
     f"{HERE}/issues/{{number}}",
     "{title}",
-    web.Text("{text}"),
-    web.Facts("project /{project}, author, assignee, label, milestone, state, created"),
-    web.Form("", "Close issue", hidden={"new_state": "closed"}),
-    web.Form("", "Reopen issue", hidden={"new_state": "open"}),
+    web.Facts("text, project /{project}, author, assignee, label, state, created"),
+    web.Form("Close issue", {}, SET_STATE.format("closed")),
+    web.Form("Reopen issue", {}, SET_STATE.format("open")),
     row=f"SELECT * FROM issues WHERE project = {PATH} AND number = :number",
-)
-SITE.change(
-    f"{HERE}/issues/{{number}}",
-    f"UPDATE issues SET state = :new_state WHERE project = {PATH} AND number = :number",
 )

@@ -1,4 +1,4 @@
-"""The forum: boards, posts, comments, votes, subscriptions."""
+"""The forum: boards, posts, comments, votes."""
 
 import random
 from itertools import product
@@ -6,7 +6,7 @@ from itertools import product
 import envs.webarena.sites.engine as web
 
 SCHEMA = """
-CREATE TABLE users (name TEXT PRIMARY KEY, joined TEXT, bio TEXT) STRICT;
+CREATE TABLE profiles (name TEXT PRIMARY KEY, joined TEXT, bio TEXT) STRICT;
 CREATE TABLE boards (name TEXT PRIMARY KEY, description TEXT) STRICT;
 CREATE TABLE posts (id INTEGER PRIMARY KEY, board TEXT, author TEXT, title TEXT, text TEXT,
     created TEXT, points INTEGER) STRICT;
@@ -14,7 +14,6 @@ CREATE TABLE comments (id INTEGER PRIMARY KEY, post INTEGER, author TEXT, text T
     UNIQUE (post, author, text)) STRICT;
 CREATE TABLE votes (post INTEGER, user TEXT, value INTEGER CHECK (value IN (1, -1)),
     PRIMARY KEY (post, user)) STRICT;
-CREATE TABLE subscriptions (board TEXT, user TEXT, PRIMARY KEY (board, user)) STRICT;
 CREATE INDEX comments_of_post ON comments (post);
 CREATE VIEW all_posts AS SELECT p.*, points + coalesce((SELECT sum(value) FROM votes WHERE post =
     p.id), 0) AS score, (SELECT count(*) FROM comments WHERE post = p.id) AS comments FROM posts p;
@@ -54,7 +53,7 @@ def make_rows(random: random.Random) -> web.Rows:
     names = ["".join(parts) for parts in product(SYLLABLES, SYLLABLES, ("x", "lin", "rd", "sky"))]
     users = [USER, *random.sample(names, 200)]
     for user in users:
-        yield "users", (user, web.recent_day(random, 2000), "I am new here.")
+        yield "profiles", (user, web.recent_day(random, 2000), "I am new here.")
     for number, (board, things) in enumerate(BOARDS.items()):
         yield "boards", (board, f"All about {board}.")
         topics = [*product(TITLES, QUALITIES, things.split(","))]
@@ -66,24 +65,22 @@ def make_rows(random: random.Random) -> web.Rows:
             for remark in random.sample(COMMENTS, random.randrange(7)):
                 when = max(date, web.recent_day(random, 20))
                 yield "comments", (None, post, random.choice(users[1:]), remark, when)
-    for board in random.sample(sorted(BOARDS), 3):
-        yield "subscriptions", (board, USER)
 
 
 SITE = web.Site(
     "reddit",
+    "forum",
+    "http://reddit.com",
     "Forum",
-    web.Data("forum", SCHEMA, make_rows),
-    nav={"Home": "/", "Boards": "/boards", "Subscriptions": "/subscriptions"}
-    | {"My profile": f"/users/{USER}"},
+    nav={"Home": "/", "Boards": "/boards", "My profile": f"/users/{USER}"},
     search="Search posts",
-    account=(USER, "towel4242"),
+    user=USER,
 )
 POSTS = web.Listing(
     "title /posts/{id}, board /boards/{board}, author /users/{author}, score, comments, created",
     "SELECT * FROM all_posts",
-    search="title",
-    sorts={
+    [web.keyword("title")],
+    {
         "Hot": f"score - 4 * (julianday('{web.TODAY}') - julianday(created)) DESC, id",
         "New": "created DESC, id DESC",
         "Top": "score DESC, id",
@@ -94,49 +91,35 @@ SITE.page("", "Posts", POSTS)
 SITE.page("/search", "Search results", POSTS)
 SITE.page("/boards", "Boards", web.Links({name: f"/boards/{name}" for name in BOARDS}))
 SITE.page(
-    "/subscriptions",
-    "Subscriptions",
-    web.Listing("board /boards/{board}", "SELECT board FROM subscriptions WHERE user = :user"),
-)
-SITE.page(
     "/boards/{board}",
     "{board}",
     web.Links({"Write a post": "/boards/{board}/submit"}),
-    web.Facts("subscribed"),
-    web.Form("/boards/{board}/subscribe", "Subscribe"),
-    web.Form("/boards/{board}/unsubscribe", "Unsubscribe"),
     POSTS._replace(sql="SELECT * FROM all_posts WHERE board = :board"),
-    row="SELECT *, iif(EXISTS (SELECT * FROM subscriptions WHERE board = name AND user = :user), "
-    "'yes', 'no') AS subscribed FROM boards WHERE name = :board",
-)
-SITE.change(
-    "/boards/{board}/subscribe",
-    "REPLACE INTO subscriptions VALUES (:board, :user)",
-    then="/boards/{board}",
-)
-SITE.change(
-    "/boards/{board}/unsubscribe",
-    "DELETE FROM subscriptions WHERE board = :board AND user = :user",
-    then="/boards/{board}",
+    row="SELECT * FROM boards WHERE name = :board",
 )
 SITE.page(
     "/boards/{board}/submit",
     "New post in {board}",
-    web.Form("", "Submit post", {"Title": (), "Text": ()}),
+    web.Form(
+        "Submit post",
+        {"Title": (), "Text": ()},
+        "INSERT INTO posts VALUES (NULL, :board, :user, :title, :text, :today, 1)",
+        then="/posts/{new}",
+    ),
+    row="SELECT * FROM boards WHERE name = :board",
 )
-SITE.change(
-    "/boards/{board}/submit",
-    "INSERT INTO posts VALUES (NULL, :board, :user, :title, :text, :today, 1)",
-    then="/posts/{new}",
-)
+VOTE = "REPLACE INTO votes VALUES (:id, :user, {})"
 SITE.page(
     "/posts/{id}",
     "{title}",
-    web.Text("{text}"),
-    web.Facts("board /boards/{board}, author /users/{author}, created, score, vote"),
-    web.Form("/posts/{id}/vote", "Upvote", hidden={"value": "1"}),
-    web.Form("/posts/{id}/vote", "Downvote", hidden={"value": "-1"}),
-    web.Form("/posts/{id}", "Add comment", {"Comment": ()}),
+    web.Facts("text, board /boards/{board}, author /users/{author}, created, score, vote"),
+    web.Form("Upvote", {}, VOTE.format(1)),
+    web.Form("Downvote", {}, VOTE.format(-1)),
+    web.Form(
+        "Add comment",
+        {"Comment": ()},
+        "INSERT INTO comments VALUES (NULL, :id, :user, :comment, :today)",
+    ),
     web.Listing(
         "author /users/{author}, text, created",
         "SELECT * FROM comments WHERE post = :id",
@@ -146,16 +129,15 @@ SITE.page(
     row="SELECT p.*, CASE value WHEN 1 THEN 'up' WHEN -1 THEN 'down' ELSE 'none' END AS vote "
     "FROM all_posts p LEFT JOIN votes v ON v.post = p.id AND v.user = :user WHERE p.id = :id",
 )
-SITE.change("/posts/{id}", "INSERT INTO comments VALUES (NULL, :id, :user, :comment, :today)")
-SITE.change(
-    "/posts/{id}/vote", "REPLACE INTO votes VALUES (:id, :user, :value)", then="/posts/{id}"
-)
 SITE.page(
     "/users/{name}",
     "{name}",
     web.Facts("joined, bio"),
-    web.Form(f"/users/{USER}", "Save my bio", {"New bio": ()}),
+    web.Form(
+        "Save my bio",
+        {"New bio": ()},
+        "UPDATE profiles SET bio = :new_bio WHERE name = :user",
+    ),
     POSTS._replace(sql="SELECT * FROM all_posts WHERE author = :name"),
-    row="SELECT * FROM users WHERE name = :name",
+    row="SELECT * FROM profiles WHERE name = :name",
 )
-SITE.change("/users/{name}", "UPDATE users SET bio = :new_bio WHERE name = :user")

@@ -1,4 +1,4 @@
-"""The shop: products with reviews, orders, cart, wish list. `admin.py` administers its tables."""
+"""The shop: products with reviews, orders, a cart. `admin.py` administers its tables."""
 
 import random
 from itertools import product
@@ -8,8 +8,7 @@ from envs.webarena.sites.map import TOWNS
 
 SCHEMA = """
 CREATE TABLE products (id INTEGER PRIMARY KEY, slug TEXT UNIQUE, name TEXT UNIQUE, category TEXT,
-    price INTEGER CHECK (price > 0), stock INTEGER CHECK (stock >= 0), description TEXT,
-    status TEXT CHECK (status IN ('enabled', 'disabled'))) STRICT;
+    price INTEGER CHECK (price > 0), stock INTEGER CHECK (stock >= 0), description TEXT) STRICT;
 CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT UNIQUE, email TEXT, phone TEXT,
     street TEXT, town TEXT) STRICT;
 CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT, placed TEXT, town TEXT, status TEXT
@@ -19,14 +18,11 @@ CREATE TABLE reviews (id INTEGER PRIMARY KEY, product INTEGER, author TEXT, star
     title TEXT, text TEXT, created TEXT, status TEXT CHECK (status IN ('pending', 'approved',
     'rejected')), UNIQUE (product, author)) STRICT;
 CREATE TABLE cart (product INTEGER PRIMARY KEY, quantity INTEGER CHECK (quantity > 0)) STRICT;
-CREATE TABLE wishes (product INTEGER PRIMARY KEY) STRICT;
-CREATE TABLE messages (subject TEXT, text TEXT) STRICT;
-CREATE TABLE pages (id INTEGER PRIMARY KEY, slug TEXT UNIQUE, title TEXT, text TEXT) STRICT;
 CREATE INDEX items_of_order ON items (order_id);
 CREATE INDEX reviews_of_product ON reviews (product);
 CREATE VIEW catalog AS SELECT p.*, count(r.id) AS reviews, coalesce(round(avg(r.stars), 1), 0.0)
     AS rating FROM products p LEFT JOIN reviews r ON r.product = p.id AND r.status = 'approved'
-    WHERE p.status = 'enabled' GROUP BY p.id;
+    GROUP BY p.id;
 CREATE VIEW all_orders AS SELECT o.*, sum(i.quantity * i.price) AS total, group_concat(p.name, ', ')
     AS products FROM orders o JOIN items i ON i.order_id = o.id JOIN products p ON p.id = i.product
     GROUP BY o.id;
@@ -59,10 +55,6 @@ OPINIONS = (  # stars, title, text
     (4, "Good value", "I use it every day and would buy it again."),
     (5, "Wonderful", "The best one that I have ever had."),
 )
-CONTENT = (
-    "About us,Privacy policy,Returns,Shipping,Gift cards,Careers,Press,Size guide,Warranty,"
-    "Newsletter,Store hours,Terms of use,Cookie policy,Loyalty program,Recycling"
-).split(",")
 USER = "Emma Lopez"
 
 
@@ -77,7 +69,7 @@ def make_rows(random: random.Random) -> web.Rows:
         for kind in random.sample([*product(BRANDS, STYLES, things.split(","))], 45):
             name, text = " ".join(kind), f"A {kind[1]} {kind[2]} by {kind[0]}."
             prices.append(random.randrange(80, 3000) * 5 + 4)
-            about = web.slug(category), prices[-1], random.randrange(200), text, "enabled"
+            about = category, prices[-1], random.randrange(200), text
             yield "products", (None, web.slug(name), name, *about)
             for author in random.sample(names[1:], random.randrange(8)):
                 (status,) = random.choices(REVIEW_STATUS, (3, 13, 1))
@@ -90,38 +82,38 @@ def make_rows(random: random.Random) -> web.Rows:
         yield "orders", (number, customer, date, random.choice(TOWNS), status)
         for item in random.sample(range(len(prices)), random.choice((1, 1, 2, 3))):
             yield "items", (number, item + 1, random.choice((1, 1, 1, 2, 3)), prices[item])
-    for title in CONTENT:
-        yield "pages", (None, web.slug(title), title, f"Our page on {title.lower()}.")
 
 
 SITE = web.Site(
     "shopping",
+    "shop",
+    "http://onestopmarket.com",
     "One Stop Market",
-    web.Data("shop", SCHEMA, make_rows),
-    nav={"Home": "/", "Orders": "/orders", "Cart": "/cart", "Wish list": "/wishes"}
-    | {"Account": "/account", "Contact": "/contact"},
+    nav={"Home": "/", "Orders": "/orders", "Cart": "/cart", "Account": "/account"},
     search="Search products",
-    account=(USER, "kettle42"),
+    user=USER,
 )
+STARS = web.Filter("Stars", "stars = :stars", "12345")
+BY_DATE = [
+    web.Filter("Date from", "placed >= :date_from"),
+    web.Filter("Date to", "placed <= :date_to"),
+]
+BY_STATUS = web.Filter("Status", "status = :status", ORDER_STATUS)
 PRODUCTS = web.Listing(
     "name /products/{slug}, price $, rating, reviews",
     "SELECT * FROM catalog",
-    search="name",
-    filters=[
-        web.Filter("Price", "price", scale=100),
-        web.Filter("Least rating", "rating", "12345", ">= 0 +"),
+    [
+        web.keyword("name"),
+        web.Filter("Price from", "price / 100.0 >= 0 + :price_from"),
+        web.Filter("Price to", "price / 100.0 <= 0 + :price_to"),
     ],
-    sorts={"Name": "name", "Price: low to high": "price, name"}
+    {"Name": "name", "Price: low to high": "price, name"}
     | {"Price: high to low": "price DESC, name", "Rating": "rating DESC, name"},
 )
 SITE.page(
     "",
     "One Stop Market",
-    web.Links({name: f"/categories/{web.slug(name)}" for name in CATEGORIES}, "Categories"),
-    web.Links({title: f"/pages/{web.slug(title)}" for title in CONTENT}, "Information"),
-)
-SITE.page(
-    "/pages/{name}", "{title}", web.Text("{text}"), row="SELECT * FROM pages WHERE slug = :name"
+    web.Links({name: f"/categories/{name}" for name in CATEGORIES}, "Categories"),
 )
 SITE.page("/search", "Search results", PRODUCTS)
 SITE.page(
@@ -132,16 +124,20 @@ SITE.page(
 SITE.page(
     "/products/{slug}",
     "{name}",
-    web.Text("{description}"),
-    web.Facts("price $, rating, category"),
-    web.Form("/cart/add", "Add to cart", {"Quantity": "123456789"}, {"product": "{id}"}),
-    web.Form("/wishes/add", "Add to wish list", hidden={"product": "{id}"}),
+    web.Facts("description, price $, rating, category"),
+    # A product that is added again is replaced, so that a repeated click changes nothing.
+    web.Form(
+        "Add to cart",
+        {"Quantity": "123456789"},
+        "REPLACE INTO cart VALUES (:id, :quantity)",
+        then="/cart",
+    ),
     web.Links({"Write a review": "/products/{slug}/review"}),
     web.Listing(
         "stars, title, author, created",
         "SELECT * FROM reviews WHERE product = :id AND status = 'approved'",
-        filters=[web.Filter("Stars", "stars", "12345", "= 0 +")],
-        sorts={"Newest": "created DESC, id"},
+        [STARS],
+        {"Newest": "created DESC, id"},
         title="Reviews",
     ),
     row="SELECT * FROM catalog WHERE slug = :slug",
@@ -149,66 +145,50 @@ SITE.page(
 SITE.page(
     "/products/{slug}/review",
     "Review of {name}",
-    web.Text("We check a review before we show it to others."),
-    web.Form("", "Submit review", {"Stars": "12345", "Title": (), "Text": ()}),
+    web.Form(
+        "Submit review",
+        {"Stars": "12345", "Title": (), "Text": ()},
+        "INSERT INTO reviews VALUES (NULL, :id, :user, :stars, :title, :text, :today, 'pending')",
+    ),
     web.Listing(
         "stars, title, text, status",
         "SELECT * FROM reviews WHERE product = :id AND author = :user",
-        title="My review",
+        title="My review, shown to others after we have checked it",
     ),
     row="SELECT * FROM catalog WHERE slug = :slug",
 )
-SITE.change(
-    "/products/{slug}/review",
-    "INSERT INTO reviews SELECT NULL, id, :user, :stars, :title, :text, :today, 'pending' "
-    "FROM products WHERE slug = :slug",
-)
-
-# A product that is added again is replaced, so that a repeated click changes nothing.
-REMOVE = web.Form("/cart/remove", "Remove {name}", hidden={"product": "{id}"})
 SITE.page(
     "/cart",
     "Cart",
     web.Listing(
         "name /products/{slug}, quantity, price $",
         "SELECT * FROM cart JOIN products ON id = product",
-        button=REMOVE,
     ),
     web.Facts("total $"),
-    web.Form("/orders", "Place order"),
+    web.Form(  # an empty cart makes no order
+        "Place order",
+        {},
+        (
+            "INSERT INTO items SELECT (SELECT max(id) + 1 FROM orders), product, quantity, price "
+            "FROM cart JOIN products ON id = product",
+            "DELETE FROM cart",
+            "INSERT INTO orders SELECT NULL, name, :today, town, 'pending' FROM customers WHERE "
+            "name = :user AND (SELECT max(order_id) FROM items) > (SELECT max(id) FROM orders)",
+        ),
+        then="/orders",
+    ),
+    web.Form("Empty cart", {}, "DELETE FROM cart"),
     row="SELECT ifnull(sum(quantity * price), 0) AS total FROM cart JOIN products ON id = product",
 )
-SITE.change("/cart/add", "REPLACE INTO cart VALUES (:product, :quantity)", then="/cart")
-SITE.change("/cart/remove", "DELETE FROM cart WHERE product = :product", then="/cart")
-SITE.page(
-    "/wishes",
-    "Wish list",
-    web.Listing(
-        "name /products/{slug}",
-        "SELECT p.* FROM wishes JOIN products p ON id = product",
-        button=REMOVE._replace(action="/wishes/remove"),
-    ),
-)
-SITE.change("/wishes/add", "REPLACE INTO wishes VALUES (:product)", then="/wishes")
-SITE.change("/wishes/remove", "DELETE FROM wishes WHERE product = :product", then="/wishes")
 SITE.page(
     "/orders",
     "My orders",
     web.Listing(
         "id /orders/{id}, placed, status, total $, products",
         "SELECT * FROM all_orders WHERE customer = :user",
-        search="id || ' ' || products",
-        filters=[web.Filter("Date", "placed"), web.Filter("Status", "status", ORDER_STATUS)],
-        sorts={"Newest": "id DESC", "Oldest": "id"},
+        [web.keyword("id || ' ' || products"), *BY_DATE, BY_STATUS],
+        {"Newest": "id DESC", "Oldest": "id"},
     ),
-)
-SITE.change(  # an empty cart makes no order
-    "/orders",
-    "INSERT INTO items SELECT (SELECT max(id) + 1 FROM orders), product, quantity, price FROM cart "
-    "JOIN products ON id = product",
-    "DELETE FROM cart",
-    "INSERT INTO orders SELECT NULL, name, :today, town, 'pending' FROM customers "
-    "WHERE name = :user AND (SELECT max(order_id) FROM items) > (SELECT max(id) FROM orders)",
 )
 SITE.page(
     "/orders/{id}",
@@ -225,18 +205,11 @@ SITE.page(
     "/account",
     "Account",
     web.Facts("name, email, phone, street, town"),
-    web.Form("/account", "Save", {"New phone": (), "New street": (), "New town": ()}),
+    web.Form(
+        "Save",
+        {"New phone": (), "New street": (), "New town": ()},
+        "UPDATE customers SET phone = :new_phone, street = :new_street, town = :new_town "
+        "WHERE name = :user",
+    ),
     row="SELECT * FROM customers WHERE name = :user",
 )
-SITE.change(
-    "/account",
-    "UPDATE customers SET phone = :new_phone, street = :new_street, town = :new_town "
-    "WHERE name = :user",
-)
-SITE.page(
-    "/contact",
-    "Contact us",
-    web.Form("/contact", "Send message", {"Subject": (), "Message": ()}),
-    web.Listing("subject, text", "SELECT * FROM messages"),
-)
-SITE.change("/contact", "INSERT INTO messages VALUES (:subject, :message)")
