@@ -127,7 +127,8 @@ class RunConfig(UpdateOptions):
     config: str | None = None  # config.json of another run; its options become the defaults
     # The environment and its tasks
     env: EnvNames = "textcraft"
-    """one or more of textcraft, babyai, sciworld, searchqa, or your own package.module:Class"""
+    """one or more of textcraft, babyai, sciworld, searchqa, webarena,
+    or your own package.module:Class"""
     env_weights: tuple[int, ...] = ()
     """number of tasks to draw from each environment in turn, e.g. 2 1;
     if not given, one from each"""

@@ -27,6 +27,7 @@ ENV_OF_PAGE = {
     "08_a_grid_world": "babyai",
     "09_a_science_lab": "sciworld",
     "13_deep_search": "searchqa",
+    "17_a_web_browser": "webarena",
 }
 
 
@@ -53,8 +54,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.suffix == ".md" and item.path.stem.endswith("slow"):
             item.add_marker("slow")
         env = ENV_OF_PAGE.get(item.path.stem) if item.path.suffix == ".md" else None
-        package = settings_of(env).package if env else None
-        missing = package and importlib.util.find_spec(package) is None
+        missing = _what_is_missing(env) if env else ""
         if missing and os.environ.get("CI") != "true":
-            reason = f"{package} is not installed: make setup ENV={env}"
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def _what_is_missing(env: str) -> str:
+    """What an environment needs that is not installed; "" if it has everything."""
+    package = settings_of(env).package
+    if package and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed: make setup ENV={env}"
+    if env == "webarena":
+        from envs.webarena.browser import BrowserMissing, find_browser
+
+        try:
+            find_browser()
+        except BrowserMissing as error:
+            return str(error)
+    return ""
