@@ -7,7 +7,8 @@ them, too.
 The plain server is what anyone would write as a first draft: FastAPI with ordinary functions, which
 run in its pool of 40 threads, and a dict of environments, without limits, eviction or locks. For
 SciWorld it uses the package's class, with one JVM per session and a step that also computes every
-valid action. For the others it uses our environment classes, so only the servers differ.
+valid action. For WebArena it works as AgentGym's: one Chromium per session and fixed pauses. For
+the others it uses our environment classes, so only the servers differ.
 
 Run it:  python benchmarks/environments.py --env babyai      a few minutes
 Read next: envs/server.py.
@@ -18,8 +19,11 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,10 +66,78 @@ class PlainSciWorld:
         return observation, reward, done, False
 
 
+class PlainWebArena:
+    """As in AgentGym, a session has a Chromium of its own, which each reset starts anew, and there
+    is a pause after each reset and action. Unlike there, a session is a thread instead of a
+    process, and pages are read with our `read_page`."""
+
+    PAUSE_S = 1.5
+    shared_sites = staticmethod(cache(lambda: import_module("envs.webarena.sites").Sites()))
+
+    def __init__(self) -> None:
+        self.opened = ExitStack()
+        self.thread = ThreadPoolExecutor(1)  # Playwright's objects belong to one thread
+
+    def reset(self, index: int) -> str:
+        return self.thread.submit(self._reset, index).result()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool]:
+        return self.thread.submit(self._step, action).result()
+
+    def _reset(self, index: int) -> str:
+        from playwright.sync_api import sync_playwright
+
+        from envs.webarena import browser, tasks, tree
+
+        self.opened.close()
+        sites = self.shared_sites()
+        token = sites.open()
+        rules = f"--host-resolver-rules=MAP *.test 127.0.0.1:{sites.port}, MAP * ~NOTFOUND"
+        chromium = self.opened.enter_context(sync_playwright()).chromium.launch(
+            executable_path=browser.find_browser(),
+            chromium_sandbox=os.geteuid() != 0,
+            args=[*browser.ARGUMENTS, rules],
+        )
+        context = chromium.new_context(viewport={"width": tree.WIDTH, "height": tree.HEIGHT})
+        task = tasks.task(index)
+        for site in task["sites"]:
+            url = sites.base_url(site, token)
+            cookies = sites.sign_in(site).items()
+            context.add_cookies([{"name": k, "value": v, "url": url} for k, v in cookies])
+        self.tab = context.new_page()
+        self.devtools = context.new_cdp_session(self.tab)
+        self.tab.goto(sites.base_url(task["sites"][0], token))
+        return self._look()
+
+    def _step(self, text: str) -> tuple[str, float, bool, bool]:
+        """Play one of the kinds of actions that the plans have."""
+        action = import_module("envs.webarena.actions").read(text)
+        node: Any = self.page.element(action.number)
+        if action.kind == "select":
+            field = self.tab.get_by_role("combobox", name=node.name, exact=True)
+            field.select_option(action.text)
+        elif action.kind in ("click", "type"):
+            x, y, width, height = node.box
+            self.tab.mouse.click(x + width / 2, y + height / 2)
+            self.tab.keyboard.type(action.text)
+            if action.enter:
+                self.tab.keyboard.press("Enter")
+        return self._look(), 0.0, action.kind == "stop", False
+
+    def _look(self) -> str:
+        from envs.webarena.tree import read_page
+
+        time.sleep(self.PAUSE_S)
+        nodes = self.devtools.send("Accessibility.getFullAXTree")["nodes"]
+        boxes = self.devtools.send("DOMSnapshot.captureSnapshot", {"computedStyles": []})
+        self.page = read_page(self.tab.url, nodes, boxes)
+        return self.page.text
+
+
 def plain_server() -> FastAPI:
     """An app for the environment that BENCHMARK_ENV names, with the fields of our wire format."""
     name = os.environ["BENCHMARK_ENV"]
-    make = PlainSciWorld if name == "sciworld" else get_env(name)
+    make: Any = {"sciworld": PlainSciWorld, "webarena": PlainWebArena}.get(name) or get_env(name)
     wire, app, envs = get_env(name).WIRE, FastAPI(), dict[int, Any]()
 
     @app.post("/create")
@@ -105,20 +177,30 @@ def serve(name: str, env: str) -> Iterator[int]:
 
 
 async def steps_per_s(
-    env: str, port: int, plans: Mapping[int, Sequence[str]], seconds: float
+    env: str,
+    port: int,
+    plans: Mapping[int, Sequence[str]],
+    seconds: float,
+    sessions: int = SESSIONS,
+    times: defaultdict[str, list[float]] | None = None,
 ) -> float:
     """Speed with all sessions in parallel over persistent connections. Each plays task after task.
 
     Args:
         plans: task -> the actions to play.
+        times: gets the seconds of each request, by path.
     """
     wire, tasks, steps = get_env(env).WIRE, list(plans), 0
-    connections = aiohttp.TCPConnector(limit=SESSIONS)
+    times = defaultdict(list) if times is None else times
+    connections = aiohttp.TCPConnector(limit=sessions)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connections) as http:
 
         async def post(path: str, body: Mapping[str, Any]) -> Any:
+            begin = time.perf_counter()
             async with http.post(path, json=body, raise_for_status=True) as answer:
-                return await answer.json()
+                content = await answer.json()
+            times[path].append(time.perf_counter() - begin)
+            return content
 
         async def play(turn: int, session: dict[str, Any]) -> None:
             nonlocal steps
@@ -132,7 +214,7 @@ async def steps_per_s(
                     if answer["done"]:
                         break
 
-        bodies = [await post("/create", wire.create_body) for _ in range(SESSIONS)]
+        bodies = [await post("/create", wire.create_body) for _ in range(sessions)]
         ids = [body[wire.session_field] if isinstance(body, dict) else body for body in bodies]
         start = time.perf_counter()
         await asyncio.gather(*(play(n, {wire.session_field: i}) for n, i in enumerate(ids)))
@@ -152,7 +234,7 @@ def oracle_plans(env: str) -> dict[int, list[str]]:
             while not is_over and len(plan) < MAX_PLAN:
                 _, action = client.oracle()
                 plan.append(action)
-                result = client.step(f"Action: {action}")
+                result = client.step(get_env(env).say("", action))
                 is_over = result.terminated or result.truncated
             plans[index] = plan
     return plans

@@ -749,7 +749,26 @@ def speed() -> list[str]:
         text = f"{env}'s server, {result['sessions']} sessions: steps/s relative to a plain server"
         command = f"`python benchmarks/environments.py --env {env}`"
         rows.append((text, f"{result['ratio']:g}", "-", command))
+    for path in BENCHMARKS.glob("webarena.json"):
+        rows += webarena_speed(read_json(path))
     return markdown("measurement | value | target | command", rows)
+
+
+def webarena_speed(result: Any) -> list[tuple[str, str, str, str]]:
+    ratio, resets = result["speed"]["ratio"], result["resets"]
+    times = [result["speed"]["seconds"][f"ours, 1, {path}"] for path in ("/reset", "/step")]
+    seconds = "; ".join(f"{time['median']:.2f} ({time['p95']:.2f})" for time in times)
+    names = ("memory_mb", "processes", "files")
+    growth = "; ".join(f"{resets['100'][name]}, {resets['500'][name]}" for name in names)
+    plain = "relative to a plain server with a Chromium per session"
+    rows = [
+        (f"1 session; 8 sessions: steps/s {plain}", f"{ratio['1']:.1f}; {ratio['8']:.1f}", "8; 3"),
+        (f"16 sessions: memory {plain}", f"{result['memory']['ratio']:.2f}", "0.25"),
+        ("1 session: seconds of a reset; of a step, median (p95)", seconds, "-"),
+        ("4 sessions, after 100, 500 resets: memory in MB; processes; open files", growth, "-"),
+    ]
+    name, command = "webarena's server", "`python benchmarks/webarena.py`"
+    return [(f"{name}, {text}", value, target, command) for text, value, target in rows]
 
 
 # ------------------------------------------------------------------------------------------ pages
