@@ -9,7 +9,8 @@ The plain server is PlainWebArena in environments.py: a Chromium for each sessio
     resets   Our server: memory, processes and open files after 100, 200, ... 500 resets. Each is
              followed by one step, so that the pages differ.
 
-Memory is PSS: a page that n processes share counts as 1/n in each.
+Memory is PSS: a page that n processes share counts as 1/n in each. Use chromium-headless-shell: with
+a complete Chromium a session needs two processes instead of one.
 
 Run it:  python benchmarks/webarena.py                                     25 minutes
          python benchmarks/webarena.py --parts resets --num-resets 20      a short try
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import make_parser, median, write_result  # noqa: E402
 from benchmarks.environments import oracle_plans, serve, steps_per_s  # noqa: E402
+from envs.webarena.browser import find_browser  # noqa: E402
 
 Plans = dict[int, list[str]]  # task -> the oracle's actions
 SERVERS = ("plain", "ours")
@@ -130,7 +132,7 @@ def main() -> int:
     options = parser.parse_args()
     plans = oracle_plans("webarena")
     result = {part: PARTS[part](options, plans) for part in options.parts}
-    write_result(options, "webarena.json", result)
+    write_result(options, "webarena.json", {"browser": find_browser()} | result)
     return 0
 
 
