@@ -99,14 +99,12 @@ class PlainWebArena:
             args=[*browser.ARGUMENTS, rules],
         )
         context = chromium.new_context(viewport={"width": tree.WIDTH, "height": tree.HEIGHT})
-        task = tasks.task(index)
-        for site in task["sites"]:
-            url = sites.base_url(site, token)
-            cookies = sites.sign_in(site).items()
-            context.add_cookies([{"name": k, "value": v, "url": url} for k, v in cookies])
         self.tab = context.new_page()
         self.devtools = context.new_cdp_session(self.tab)
-        self.tab.goto(sites.base_url(task["sites"][0], token))
+        public = {name: tasks.PUBLIC[name.upper()] for name in tasks.task(index)["sites"]}
+        real = {address: sites.base_url(name, token) for name, address in public.items()}
+        self.addresses = browser.Addresses(real)
+        self.tab.goto(self.addresses.to_real(tasks.task(index)["start_url"]))
         return self._look()
 
     def _step(self, text: str) -> tuple[str, float, bool, bool]:
@@ -122,6 +120,8 @@ class PlainWebArena:
             self.tab.keyboard.type(action.text)
             if action.enter:
                 self.tab.keyboard.press("Enter")
+        elif action.kind == "goto":
+            self.tab.goto(self.addresses.to_real(action.text))
         return self._look(), 0.0, action.kind == "stop", False
 
     def _look(self) -> str:

@@ -9,8 +9,8 @@ The plain server is PlainWebArena in environments.py: a Chromium for each sessio
     resets   Our server: memory, processes and open files after 100, 200, ... 500 resets. Each is
              followed by one step, so that the pages differ.
 
-Memory is PSS: a page that n processes share counts as 1/n in each. Use chromium-headless-shell: with
-a complete Chromium a session needs two processes instead of one.
+Memory is PSS: a page that n processes share counts as 1/n in each. Use chromium-headless-shell:
+with a complete Chromium a session needs two processes instead of one.
 
 Run it:  python benchmarks/webarena.py                                     25 minutes
          python benchmarks/webarena.py --parts resets --num-resets 20      a short try
