@@ -8,12 +8,13 @@ import sys
 import threading
 from collections import Counter
 from html import unescape
+from itertools import product
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from envs.webarena.sites import SITES, Sites, build_rows, open_master
+from envs.webarena.sites import SITES, Sites, open_master
 from envs.webarena.sites.engine import Filter, Listing, Session, Values, Visit, keyword
 
 
@@ -57,26 +58,17 @@ def reader(sites):
 # ---- the rows
 
 
-def test_the_rows_are_the_same_on_every_machine(tmp_path):
-    build_rows(tmp_path / "new.sqlite")
-    database = sqlite3.connect(tmp_path / "new.sqlite")
-    tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")
-    rows = [list(database.execute(f"SELECT * FROM {table}")) for (table,) in tables.fetchall()]
-    database.close()
+def test_the_rows_are_the_same_on_every_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "it's 100% a #1 path?"))
+    master = open_master()
+    tables = master.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")
+    rows = [
+        [tuple(row) for row in master.execute(f"SELECT * FROM {table}")]
+        for (table,) in tables.fetchall()
+    ]
+    master.close()
     assert sum(map(len, rows)) > 12_000
     assert hashlib.sha256(repr(rows).encode()).hexdigest()[:12] == "5b860a1b5d60"
-
-
-def test_the_file_is_built_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "it's 100% a #1 path?"))
-    times = []
-    for _ in range(2):
-        master = open_master()
-        assert master.execute("SELECT count(*) FROM products").fetchone()[0] > 300
-        master.close()
-        (path,) = tmp_path.rglob("*.sqlite")
-        times.append(path.stat().st_mtime_ns)
-    assert times[0] == times[1]
 
 
 # ---- sessions
@@ -136,12 +128,6 @@ def test_sessions_that_change_the_same_row_at_once_do_not_see_each_other(sites):
         sites.close(reader.token)
 
 
-def test_the_shop_shows_what_its_administration_changes(reader):
-    form = {"button": "Set price", "new_price": "12.5"}
-    name = re.search(r"<h1>(.*)</h1>", reader.get("shopping_admin:/admin/products/7", **form).text)
-    assert "$12.50" in reader.cells(f"shopping:/search?keyword={name[1]}")
-
-
 def test_an_order_takes_what_is_in_the_cart(reader):
     orders = "SELECT count(*) AS n FROM orders WHERE id > 2200"
     reader.get("shopping:/cart", button="Place order")
@@ -177,30 +163,30 @@ def test_a_listing_equals_a_slow_search():
     rows = session.query("SELECT * FROM catalog ORDER BY name")
     filters = [
         keyword("name"),
-        Filter("Category", "category = :category", ("Garden",)),
-        Filter("Price from", "price / 100.0 >= 0 + :price_from"),
-        Filter("Price to", "price / 100.0 <= 0 + :price_to"),
+        Filter("Category", ("Garden",)),
+        Filter("Price from", test="price / 100.0 >= 0 + :price_from"),
+        Filter("Price to", test="price / 100.0 <= 0 + :price_to"),
     ]
     sorts = {"Name": "name", "Price": "price DESC, name"}
     listing = Listing("name", "SELECT * FROM catalog", filters, sorts)
-    for words in ("", "a", "BLUE a"):
-        for category in ("", "Garden"):
-            for low, high in (("", ""), ("20", ""), ("20.49", "80")):
-                for sort in ("Name", "Price"):
-                    query = {"keyword": words, "category": category, "sort_by": sort}
-                    query |= {"price_from": low, "price_to": high}
-                    view = listing.view(Visit(session, query, Values(query)))
-                    expected = [
-                        row
-                        for row in rows
-                        if re.search(words.lower().replace(" ", ".*"), row["name"].lower())
-                        and category in ("", row["category"])
-                        and float(low or 0) <= row["price"] / 100 <= float(high or 999)
-                    ]
-                    if sort == "Price":
-                        expected.sort(key=lambda row: (-row["price"], row["name"]))
-                    assert view["count"].split()[0] == str(len(expected))
-                    assert view["rows"] == [{"name": row["name"]} for row in expected[:12]]
+    prices = (("", ""), ("20", ""), ("20.49", "80"))
+    for words, category, (low, high), sort in product(
+        ("", "a", "BLUE a"), ("", "Garden"), prices, sorts
+    ):
+        query = {"keyword": words, "category": category, "price_from": low, "price_to": high}
+        query["sort_by"] = sort
+        view = listing.view(Visit(session, query, Values(query)))
+        expected = [
+            row
+            for row in rows
+            if re.search(words.lower().replace(" ", ".*"), row["name"].lower())
+            and category in ("", row["category"])
+            and float(low or 0) <= row["price"] / 100 <= float(high or 999)
+        ]
+        if sort == "Price":
+            expected.sort(key=lambda row: (-row["price"], row["name"]))
+        assert view["count"].split()[0] == str(len(expected))
+        assert view["rows"] == [{"name": row["name"]} for row in expected[:12]]
     master.close()
 
 

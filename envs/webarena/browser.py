@@ -24,7 +24,6 @@ import re
 import shutil
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -73,7 +72,6 @@ class Browser:
     def __init__(self, resolver_rules: str) -> None:
         path = find_browser()
         self._ended = threading.Event()
-        self._running: set[Future] = set()
         self._opened = contextlib.AsyncExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -100,13 +98,7 @@ class Browser:
             handle_sighup=False,
         )
         self._opened.push_async_callback(lambda: asyncio.wait_for(self.chromium.close(), CLOSE_S))
-        self.chromium.on("disconnected", lambda _: self._end())
-
-    def _end(self) -> None:
-        if not self.has_ended:
-            self._ended.set()
-            for future in list(self._running):
-                future.cancel()
+        self.chromium.on("disconnected", lambda _: self._ended.set())
 
     @property
     def has_ended(self) -> bool:
@@ -132,17 +124,15 @@ class Browser:
         return result
 
     def _run(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._running.add(future)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(limit_s)
         finally:
             future.cancel()
-            self._running.discard(future)
 
     def close(self) -> None:
         """End the browser, its driver and the thread."""
-        self._end()
+        self._ended.set()
         with contextlib.suppress(Exception):
             self._run(self._opened.aclose(), 2 * CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -214,32 +214,30 @@ class WebArena:
 
     def _open(self) -> None:
         is_official = self._task_index < tasks.NUM_OFFICIAL
-        real, cookies = (self._official_sites if is_official else self._our_sites)()
+        cookies = self._cookies() if is_official else None  # our own sites need none
+        self._sites, self._browser = _shared.start()
+        if is_official:
+            real = {PUBLIC[name]: address for name, address in _addresses().items()}
+        else:
+            self._token = self._sites.open()
+            self._opened.callback(self._sites.close, self._token)
+            real = {PUBLIC[n.upper()]: self._sites.base_url(n, self._token) for n in SITES}
         addresses = Addresses(real)
-        _, self._browser = _shared.start()
         self._session = Session(self._browser, addresses)
         self._opened.callback(self._close_tabs)
         start = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
         self._page = self._browser.call(self._session.open(start, cookies))
 
-    def _our_sites(self) -> tuple[dict[str, str], None]:
-        """The real addresses by the public ones. These sites need no cookies."""
-        self._sites, _ = _shared.start()
-        self._token = self._sites.open()
-        self._opened.callback(self._sites.close, self._token)
-        return {PUBLIC[n.upper()]: self._sites.base_url(n, self._token) for n in SITES}, None
-
-    def _official_sites(self) -> tuple[dict[str, str], Path | None]:
-        """The same for an official task; the cookies are in a file. Raises TaskIndexError if the
-        task cannot be played here."""
-        real = {PUBLIC[name]: address for name, address in _addresses().items()}
+    def _cookies(self) -> Path | None:
+        """The file with the cookies for an official task. Raises TaskIndexError if the task cannot
+        be played here."""
         if needs_judge(self._task) and not os.environ.get("WEBARENA_JUDGE_URL"):
             raise TaskIndexError(
                 f"a language model judges the answer to task {self._task_index}; name a chat "
                 "server in WEBARENA_JUDGE_URL"
             )
         if not self._task.get("storage_state"):
-            return real, None
+            return None
         folder = Path(os.environ.get("WEBARENA_AUTH") or ".auth")
         path = folder / Path(self._task["storage_state"]).name
         if not path.is_file():
@@ -247,7 +245,7 @@ class WebArena:
                 f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; "
                 "name its folder in WEBARENA_AUTH"
             )
-        return real, path
+        return path
 
     def _observation(self) -> str:
         return (

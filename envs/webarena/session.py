@@ -3,8 +3,8 @@
 Waiting: An action is over when its effects are on the page: a navigation has finished, no request
     is open, and the document has stopped changing. A page without scripts changes only by
     navigation, so nothing else is waited for. All waits have limits (the constants below).
-Failure: A tab that hangs, or opens dialogs or windows in a loop, is closed and replaced. The policy
-    reads why, and other sessions notice nothing.
+Failure: A tab that hangs, or opens dialogs or windows in a loop, is closed. An empty tab replaces
+    the last one. The policy reads why, and other sessions notice nothing.
 Safety: Requests outside the session's sites and downloads are refused, dialogs are dismissed, and
     new windows become tabs. The policy is told each of these.
 
@@ -195,7 +195,6 @@ class Session:
         origins = "|".join(map(re.escape, self.addresses.origins))
         outside = re.compile(rf"^(?!(?:{origins})(?:[/?#]|$)|data:|blob:|about:)")
         await self._context.route(outside, self._refuse)
-        self._start_url = urls[0]
         for url in urls:
             await self._new_tab(url)
         await self._focus(self._tabs[0])
@@ -334,22 +333,19 @@ class Session:
         self.tab = tab
         await tab.page.bring_to_front()
 
-    async def _leave_tab(self, url: str = "") -> None:
-        """Forget the current tab and go to another one. If there is none, open one at `url`."""
+    async def _leave_tab(self) -> None:
+        """Forget the current tab and go to another one. If there is none, open an empty one."""
         self._forget(self.tab)
         if self._tabs:
             self.tab = self._tabs[-1]
         else:
-            with contextlib.suppress(CannotAct):
-                await self._new_tab(url)
+            await self._new_tab()
 
     async def _goto(self, url: str) -> None:
         try:
             await self.tab.page.goto(url, wait_until="commit")
         except Exception as error:
-            if "Timeout" in str(error):
-                await self.tab.stop_loading()
-                raise CannotAct(f"The page did not answer within {LOAD_S:g} s.") from error
+            await self.tab.stop_loading()
             raise CannotAct(f"The page did not open: {_first_line(error)}.") from error
 
     async def _move(self, offset: int) -> None:
@@ -397,14 +393,14 @@ class Session:
     # ------------------------------------------------------------------------------ looking
 
     async def look(self) -> Page:
-        """The current page, with the tabs line. A tab that hangs is replaced."""
+        """The current page, with the tabs line. A tab that hangs is closed."""
         page = Page(self.addresses.to_public(self.tab.page.url), text="(no page can be shown)")
-        for url in (self._start_url, "", ""):  # a start page can hang, too
+        for _ in range(3):  # the next tab can hang, too
             if self.tab.is_gone:
                 problem = self.tab.problem or "closed its window"
                 self._note(f"The page {problem}, so its tab was closed.")
                 _start(self.tab.page.close())
-                await self._leave_tab(url)
+                await self._leave_tab()
             try:
                 page = await asyncio.wait_for(self._read(), LOOK_S)
                 break

@@ -18,7 +18,7 @@ from envs.webarena.sites.shop import (
 )
 
 QUARTERS = tuple(f"{year}-Q{n}" for year in (2024, 2025, 2026) for n in (1, 2, 3, 4))[2:10]
-BY_CATEGORY = web.Filter("Category", "category = :category", tuple(CATEGORIES))
+BY_CATEGORY = web.Filter("Category", tuple(CATEGORIES))
 LISTINGS = {
     "orders": web.Listing(
         "id /admin/orders/{id}, placed, customer, status, total $",
@@ -38,20 +38,13 @@ LISTINGS = {
         "name /admin/customers/{id}, email, town, orders",
         "SELECT c.*, (SELECT count(*) FROM orders WHERE customer = c.name) AS orders "
         "FROM customers c",
-        [
-            web.keyword("name || ' ' || email || ' ' || phone"),
-            web.Filter("Town", "town = :town", TOWNS),
-        ],
+        [web.keyword("name || ' ' || email || ' ' || phone"), web.Filter("Town", TOWNS)],
         {"Name": "name", "Most orders": "orders DESC, name"},
     ),
     "reviews": web.Listing(
         "title /admin/reviews/{id}, product_name, author, stars, status",
         "SELECT r.*, name AS product_name FROM reviews r JOIN products p ON p.id = product",
-        [
-            web.keyword("product_name || ' ' || author"),
-            web.Filter("Status", "status = :status", REVIEW_STATUS),
-            STARS,
-        ],
+        [web.keyword("product_name || ' ' || author"), web.Filter("Status", REVIEW_STATUS), STARS],
         {"Newest": "created DESC, id"},
     ),
     "sales": web.Listing(
@@ -59,15 +52,15 @@ LISTINGS = {
         "SELECT substr(placed, 1, 7) AS month, count(*) AS orders, sum(total) AS total "
         "FROM all_orders GROUP BY month",
         [
-            web.Filter("Month from", "month >= :month_from"),
-            web.Filter("Month to", "month <= :month_to"),
+            web.Filter("Month from", test="month >= :month_from"),
+            web.Filter("Month to", test="month <= :month_to"),
         ],
         {"Newest": "month DESC", "Total: high to low": "total DESC"},
     ),
     "bestsellers": web.Listing(
         "name /admin/products/{id}, quarter, sold",
         "SELECT * FROM sold",
-        [web.Filter("Quarter", "quarter = :quarter", QUARTERS), BY_CATEGORY],
+        [web.Filter("Quarter", QUARTERS), BY_CATEGORY],
         {"Most sold": "sold DESC, name"},
     ),
 }

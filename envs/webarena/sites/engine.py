@@ -224,13 +224,13 @@ class Filter(NamedTuple):
     """A field that restricts a listing if it is not empty."""
 
     label: str
-    test: str  # SQL, with the field's value by its name: "price <= :price_to"
     options: Sequence[str] = ()
+    test: str = ""  # SQL, "price <= :price_to"; by default, the column of this name must be equal
 
 
 def keyword(column: str) -> Filter:
     """Rows whose column has these words in this order."""
-    return Filter("Keyword", f"{column} LIKE '%' || replace(:keyword, ' ', '%') || '%'")
+    return Filter("Keyword", test=f"{column} LIKE '%' || replace(:keyword, ' ', '%') || '%'")
 
 
 class Listing(NamedTuple):
@@ -245,8 +245,13 @@ class Listing(NamedTuple):
     def view(self, visit: Visit) -> dict[str, Any]:
         """Fields, rows of the current page, links to the others."""
         session, query, values = visit
-        fields = {label: ("", *options) if options else () for label, _, options in self.filters}
-        tests = [test for label, test, _ in self.filters if query.get(field_name(label))]
+        fields: dict[str, Sequence[str]] = {}
+        tests: list[str] = []
+        for label, options, test in self.filters:
+            name = field_name(label)
+            fields[label] = ("", *options) if options else ()
+            if query.get(name):
+                tests.append(test or f"{name} = :{name}")
         if len(self.sorts) > 1:
             fields["Sort by"] = tuple(self.sorts)
         order = self.sorts.get(query.get("sort_by", ""), next(iter(self.sorts.values()), "1"))

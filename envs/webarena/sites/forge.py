@@ -82,11 +82,7 @@ PROJECT = f"SELECT * FROM projects WHERE path = {PATH}"
 ISSUES = web.Listing(
     "title /{project}/issues/{number}, author, assignee, label, state",
     f"SELECT * FROM issues WHERE project = {PATH}",
-    [
-        web.keyword("title"),
-        web.Filter("State", "state = :state", STATES),
-        web.Filter("Label", "label = :label", LABELS),
-    ],
+    [web.keyword("title"), web.Filter("State", STATES), web.Filter("Label", LABELS)],
     {"Newest": "created DESC, number DESC", "Oldest": "created, number"},
 )
 SITE.page("", "Projects", PROJECTS)

@@ -46,7 +46,7 @@ SITE = web.Site(
     nav={"Home": "/", "All places": "/search", "Directions": "/directions"},
     search="Search places",
 )
-BY_CATEGORY = web.Filter("Category", "category = :category", CATEGORIES)
+BY_CATEGORY = web.Filter("Category", CATEGORIES)
 SITE.page("", "Map", web.Links({town: f"/places/{web.slug(town)}" for town in TOWNS}, "Towns"))
 SITE.page(
     "/search",
@@ -54,7 +54,7 @@ SITE.page(
     web.Listing(
         "name /places/{slug}, category, town",
         "SELECT * FROM places",
-        [web.keyword("name"), BY_CATEGORY, web.Filter("Town", "town = :town", TOWNS)],
+        [web.keyword("name"), BY_CATEGORY, web.Filter("Town", TOWNS)],
         {"Name": "name"},
     ),
 )
@@ -86,6 +86,6 @@ SITE.page(
         "minutes(km, 'bike') || ' min' AS by_bike, minutes(km, 'foot') || ' min' AS by_foot "
         "FROM (SELECT a.name AS a, b.name AS b, road(a.x, a.y, b.x, b.y) AS km FROM places a "
         "JOIN places b WHERE a.name = :from COLLATE NOCASE AND b.name = :to COLLATE NOCASE)",
-        [web.Filter("From", "true"), web.Filter("To", "true")],  # the SQL above uses both
+        [web.Filter("From", test="true"), web.Filter("To", test="true")],  # the SQL above uses both
     ),
 )

@@ -93,19 +93,19 @@ SITE = web.Site(
     search="Search products",
     user=USER,
 )
-STARS = web.Filter("Stars", "stars = :stars", "12345")
+STARS = web.Filter("Stars", "12345")
 BY_DATE = [
-    web.Filter("Date from", "placed >= :date_from"),
-    web.Filter("Date to", "placed <= :date_to"),
+    web.Filter("Date from", test="placed >= :date_from"),
+    web.Filter("Date to", test="placed <= :date_to"),
 ]
-BY_STATUS = web.Filter("Status", "status = :status", ORDER_STATUS)
+BY_STATUS = web.Filter("Status", ORDER_STATUS)
 PRODUCTS = web.Listing(
     "name /products/{slug}, price $, rating, reviews",
     "SELECT * FROM catalog",
     [
         web.keyword("name"),
-        web.Filter("Price from", "price / 100.0 >= 0 + :price_from"),
-        web.Filter("Price to", "price / 100.0 <= 0 + :price_to"),
+        web.Filter("Price from", test="price / 100.0 >= 0 + :price_from"),
+        web.Filter("Price to", test="price / 100.0 <= 0 + :price_to"),
     ],
     {"Name": "name", "Price: low to high": "price, name"}
     | {"Price: high to low": "price DESC, name", "Rating": "rating DESC, name"},
