@@ -19,11 +19,13 @@ Read next: envs/webarena/browser.py.
 
 import asyncio
 import math
+import os
 import sys
 import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -130,8 +132,10 @@ def main() -> int:
     parser.add_argument("--num-idle", type=int, default=16, help="sessions of memory (up to 32)")
     parser.add_argument("--num-resets", type=int, default=500)
     options = parser.parse_args()
-    plans = oracle_plans("webarena")
-    result = {part: PARTS[part](options, plans) for part in options.parts}
+    with TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = folder  # the plain server's browsers leave files there
+        plans = oracle_plans("webarena")
+        result = {part: PARTS[part](options, plans) for part in options.parts}
     write_result(options, "webarena.json", {"browser": find_browser()} | result)
     return 0
 
