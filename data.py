@@ -12,7 +12,7 @@ on `gpt` turns with `loss` true. A conversation from a run contains the sampled 
 encoding its text again can produce different tokens.
 
 An oracle demonstrates tasks: at each turn, the environment server names a good action.
-formats.py reads conversations from files and earlier runs.
+conversations.py reads conversations from files and earlier runs.
 
 Read next: sft.py. Lesson: tutorials/14_imitation.md.
 """

@@ -52,8 +52,15 @@ from torch.nn.functional import logsigmoid
 from batching import Batch, make_batch
 from chat import ChatTemplate
 from config import Misuse, Objective, checked, value_errors_as_misuse
+from conversations import (
+    RECORD_KEYS,
+    check_keys,
+    check_record,
+    read_objects,
+    read_records,
+    turns_of,
+)
 from data import ROUNDING, Example, Record, Texts, encode
-from formats import RECORD_KEYS, check_keys, check_record, read_objects, read_records, turns_of
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (

@@ -41,9 +41,9 @@ from config import (
     saved_config,
     value_errors_as_misuse,
 )
+from conversations import MAX_BYTES, read_records, record_of
 from data import ROUNDING, Example, Record, encode
 from envs import names_of
-from formats import MAX_BYTES, read_records, record_of
 from models import load_tokenizer, stop_ids_of
 from reporting.metrics import summarize_trajectories
 from rollout import draw_requests

@@ -13,7 +13,7 @@ from toy_env import OracleLetters, read_metrics, serve
 import agentevol
 from agentevol import EvolConfig, select, texts_of
 from config import Misuse
-from formats import to_record
+from conversations import to_record
 from run.methodworker import MethodWorker
 
 

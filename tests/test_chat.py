@@ -8,7 +8,7 @@ from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from chat import ChatTemplate, is_encodable
-from formats import to_record
+from conversations import to_record
 from run.methodworker import encode_all
 from scale.default_models import CHATML
 

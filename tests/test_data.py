@@ -8,6 +8,7 @@ from toy_env import NAME, Letters, registered, serve
 
 import data
 from chat import ChatTemplate
+from conversations import record_of
 from data import (
     OracleStyle,
     candidates,
@@ -20,7 +21,6 @@ from envclient import StepResult
 from envs import OracleLost, load_tasks
 from envs.common import action_line
 from envs.textcraft.env import TextCraft
-from formats import record_of
 from models import load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
 from scale.default_models import resolve_model

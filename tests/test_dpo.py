@@ -22,6 +22,7 @@ import dpo
 import update
 from chat import ChatTemplate
 from config import Misuse, Objective
+from conversations import read_records, record_of
 from data import Example, encode, parts_of, to_agenttraj
 from dpo import (
     PREFERENCES,
@@ -35,7 +36,6 @@ from dpo import (
     preference_loss,
     read_pairs,
 )
-from formats import read_records, record_of
 from scale import distributed
 from scale.prefix import opening_length
 from trajectory import RolloutHandler

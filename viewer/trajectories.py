@@ -25,9 +25,9 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from conversations import to_record
 from data import NAMES, ROLES, Record, parts_of, to_agenttraj
 from envs import ENVS
-from formats import to_record
 from trajectory import DERIVED_FIELDS, LIST_FIELDS, LOST
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""formats.py: files of conversations and runs are read, or their problem is named."""
+"""conversations.py: files of conversations and runs are read, or their problem is named."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from test_data import chat, episode_messages, sampled_trajectory
 
-import formats
+import conversations
+from conversations import read_records
 from data import encode, to_agenttraj
-from formats import read_records
 
 __all__ = ["chat"]  # a fixture
 RECORDS = [to_agenttraj(f"textcraft_{n}", episode_messages(n)) for n in range(3)]
@@ -146,7 +146,7 @@ def run_of(path, *steps):
 def test_a_sampled_trajectory_is_read_back_with_the_same_ids(tmp_path, chat):
     handler = sampled_trajectory(chat, 1, 1.0)
     (record,) = read(run_of(tmp_path / "run", [handler]))
-    assert record == formats.record_of(handler)
+    assert record == conversations.record_of(handler)
     assert (record["item_id"], record["return"], record["seed"]) == ("textcraft_1", 1.0, 0)
     example = encode(chat, record)
     again = example.trajectory
