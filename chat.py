@@ -50,6 +50,7 @@ OPEN, CLOSE = "<think>", "</think>"
 ANCHOR = "⟧"
 # <think></think>, <|START_THINKING|><|END_THINKING|>, <|channel>thought<channel|>, or the end only
 CLOSED = re.compile(r"([A-Za-z]{3,})\W+(thought\W+)?(\w*[_:])?\1\W*$|</think>\s*$")
+OWN = re.compile(r"(?i)think|tool_call")  # control tokens that the policy may write in an action
 SAMPLE = ("Goal: a log.", "Thought: easy.\nAction: get 1 log", "Got 1 log.", "go on", "Yes.")
 
 
@@ -102,14 +103,16 @@ class ChatTemplate:
             self.opening(prompt, SAMPLE[0])
         self._check_encoding(start)
 
-    def opening(self, prompt: list[dict[str, str]], observation: str) -> list[int]:
+    def opening(self, prompt: list[dict[str, Any]], observation: str) -> list[int]:
         """Ids from the start of the sequence to the beginning of the assistant's first turn.
 
         Args:
-            prompt: messages before the first observation (system, or user and assistant).
+            prompt: messages before the first observation (system, or user and assistant). The
+                first can have "tools", descriptions of functions for the template.
             observation: the environment's first text.
         Raises:
-            ValueError: the template rejects these messages, or ends them in another way.
+            ValueError: the template rejects these messages, drops the tools, or ends the prompt in
+                another way.
         """
         *pieces, (end, _) = self._pieces([*prompt, {"role": "user", "content": observation}])
         if end != self._prompt_end:
@@ -155,9 +158,9 @@ class ChatTemplate:
 
     def is_action(self, ids: Sequence[int]) -> bool:
         """Whether an action may have these ids: they have no control token except for the marks of
-        a thought and a stop token at the end."""
+        a thought or a call and a stop token at the end."""
         inner = ids[:-1] if ids[-1] in self.stop_token_ids else ids
-        return all("think" in self._control.get(token, "think").lower() for token in inner)
+        return all(OWN.search(self._control.get(token, OPEN)) for token in inner)
 
     # ------------------------------------------------------------------------ cutting the template
 
@@ -195,22 +198,27 @@ class ChatTemplate:
         self._lead = tail[len(self._tail) :] + lead
         self._lead_of_thought = "" if self._thought else self._lead.partition(OPEN)[0]
 
-    def _pieces(self, messages: list[dict[str, str]]) -> list[Piece]:
+    def _pieces(self, messages: list[dict[str, Any]]) -> list[Piece]:
         """Render messages. Returns the template's texts and the contents, which alternate."""
         contents = [(message["content"], message["role"]) for message in messages]
         n = next(n for n in count() if not any(f"⟦text {n}." in text for text, _ in contents))
         markers = {f"⟦text {n}.{i}⟧": content for i, content in enumerate(contents)}
-        text = self._render([{"role": role, "content": m} for m, (_, role) in markers.items()])
+        tools = messages[0].get("tools") if messages else None
+        chat = [{"role": role, "content": m} for m, (_, role) in markers.items()]
+        text = self._render(chat, tools)
+        if dropped := [t for t in tools or () if t["function"]["name"] not in text]:
+            name = dropped[0]["function"]["name"]
+            raise ValueError(f"the chat template drops tools: {name} is not in the prompt")
         texts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
         if not {*markers} <= {*texts}:
             raise ValueError("the chat template drops or rewrites message contents")
         return [markers.get(text, (text, "")) for text in texts]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], tools: list[Any] | None = None) -> str:
         def render(chat: list[dict[str, str]]) -> str:
             try:
                 return self.tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True
+                    chat, tools=tools, tokenize=False, add_generation_prompt=True
                 )
             except Exception as error:  # a template is a program that comes with the model
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -270,8 +278,8 @@ class ChatTemplate:
     def _marks_in(self, text: str, role: str, is_own: bool) -> list[int]:
         """Control tokens in a text that its author may write, or those that the author may not."""
         ids = [i for i in self._ids_of(text) if i in self._control]
-        thoughts = {i for i in ids if "think" in self._control[i].lower()}
-        may_write = {"": {*ids}, "assistant": thoughts}.get(role, set())
+        own = {i for i in ids if OWN.search(self._control[i])}
+        may_write = {"": {*ids}, "assistant": own}.get(role, set())
         return [i for i in ids if (i in may_write) == is_own]
 
     def _cut(self, text: str, role: str) -> list[str]:

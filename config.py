@@ -35,6 +35,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 import envs
+import formats
 from envs import Task, env_name, names_of, settings_of
 from envs.http import checked_url
 from envs.local import LOCAL, check_local
@@ -147,6 +148,11 @@ class RunConfig(UpdateOptions):
     prompt: str | None = None
     """file with a prompt to use instead of the environment's: either JSON messages
     [{"role", "content"}, ...], or plain text, which replaces only the instruction"""
+    action_format: formats.Name = "react"
+    """how the policy writes an action: react (a Thought and an Action line), function_calling
+    (JSON, in the style of the model's chat template), or code (a line of Python)"""
+    max_actions_per_turn: int = 1
+    """let a turn have several actions, which are played until one fails or the episode ends"""
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
@@ -679,10 +685,16 @@ def check_environments(config: RunConfig) -> None:
                 example = f"{short_names[0]}=http://host:port"
                 raise Misuse(f"--env-addr {address}: name its environment, as in {example}")
     for c in config_per_env(config):
+        check_format(c.env, c.action_format, c.max_actions_per_turn)
         check_addresses("env_addr", c.env_addr, c.env)
     check_addresses("engine_url", config.engine_url)
     if len(set(config.engine_devices)) < len(config.engine_devices):
         raise Misuse(f"--engine-devices {' '.join(config.engine_devices)} names a GPU twice")
+
+
+def check_format(env: str, action_format: str, max_actions: int) -> None:
+    if problem := formats.problem_of_format(env, action_format, max_actions):
+        raise Misuse(f"--action-format {action_format}: {problem}")
 
 
 def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:

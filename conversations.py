@@ -31,7 +31,8 @@ EXPECTED = (
     '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
 )
 RECORD_KEYS = ("item_id", "id", "conversations", "messages", "return", "reward", "seed")
-MESSAGE_KEYS, TURN_KEYS = ("role", "content", "weight"), ("from", "value", "loss", "ids")
+MESSAGE_KEYS = ("role", "content", "weight", "tools")
+TURN_KEYS = ("from", "value", "loss", "ids", "tools")
 IGNORED_KEYS = (  # may stand anywhere; their values hold nothing to learn from
     *("id", "uuid", "name", "model", "date", "timestamp", "created", "created_at", "index", "idx"),
     *("type", "status", "source", "language", "finish_reason", "stop_reason", "usage", "metadata"),

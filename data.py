@@ -42,8 +42,8 @@ from envclient import (
     StepOutsideEpisode,
     local_server,
 )
-from envs import ParseError, Task, call_static, env_name, get_env, variant_of
-from envs.common import action_in
+from envs import ParseError, Task, env_name, get_env, variant_of
+from formats import REACT, ActionFormat
 from run.files import build_folder, cache_dir
 from run.progress import phase
 from trajectory import RolloutHandler
@@ -62,7 +62,7 @@ def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
     turns = []
     for i, message in enumerate(messages):
         loss = True if message["role"] == "assistant" and i > 1 else None
-        turns.append({"from": NAMES[message["role"]], "loss": loss, "value": message["content"]})
+        turns.append(as_turn(message, loss))
     return {"item_id": item_id, "conversations": turns}
 
 
@@ -118,7 +118,7 @@ def encode(chat: ChatTemplate, record: Record, trust_ids: bool = False) -> Examp
         texts = [{k: v for k, v in t.items() if k != "ids"} for t in record["conversations"]]
         record = record | {"conversations": texts}
     prompt_part, (opening, *turns) = parts_of(record)
-    prompt = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in prompt_part]
+    prompt = [as_message(turn) for turn in prompt_part]
     actions, answers = turns[::2], turns[1::2]
     item_id = str(record["item_id"])
     handler = RolloutHandler(item_id, 0, "", item_id, "", 0, 0, len(actions))
@@ -207,7 +207,7 @@ def _play(
     client: EnvClient, task: Task, seed: int, thoughts: bool, slip: Callable[[int], str | None]
 ) -> Record | None:
     """One episode of the oracle. `slip(num_done)` returns a wrong move to make next, or None."""
-    observation, env_class = client.reset(task.task_index, seed), get_env(client.env)
+    observation = client.reset(task.task_index, seed)
     turns = prompt_turns(client.prompt)
     num_done = 0
     for _ in range(MAX_TURNS):
@@ -218,7 +218,7 @@ def _play(
                 thought, action = client.oracle()
             except StepOutsideEpisode:  # the oracle knows no move
                 return None
-            text = call_static(env_class, "say", thought if thoughts else "", action)
+            text = client.say(thought if thoughts else "", action)
             num_done += 1
         turns.append({"from": "human", "loss": None, "value": observation})
         turns.append({"from": "gpt", "loss": is_right, "value": text})
@@ -230,11 +230,13 @@ def _play(
     return None
 
 
-def check_say(env_class: Any, thought: str, action: str) -> None:
+def check_say(
+    env_class: Any, thought: str, action: str, action_format: ActionFormat = REACT
+) -> None:
     """Raise ValueError if parse() does not read the action in the text that say() writes."""
-    text = call_static(env_class, "say", thought, action)
+    text = action_format.say(env_class, thought, action)
     try:
-        result = action_in(env_class, text)
+        (result,) = action_format.parse(env_class, text)
     except ParseError as error:
         result = f"ParseError: {error}"
     if result != action:
@@ -244,7 +246,19 @@ def check_say(env_class: Any, thought: str, action: str) -> None:
 
 def prompt_turns(prompt: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     """The messages of a prompt as turns without loss."""
-    return [{"from": NAMES[m["role"]], "loss": None, "value": m["content"]} for m in prompt]
+    return [as_turn(message, None) for message in prompt]
+
+
+def as_turn(message: dict[str, Any], loss: bool | None) -> dict[str, Any]:
+    """A message as a turn; tools that it describes stay with it."""
+    turn = {"from": NAMES[message["role"]], "loss": loss, "value": message["content"]}
+    return turn | ({"tools": message["tools"]} if "tools" in message else {})
+
+
+def as_message(turn: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `as_turn`."""
+    message = {"role": ROLES[turn["from"]], "content": turn["value"]}
+    return message | ({"tools": turn["tools"]} if "tools" in turn else {})
 
 
 def candidates(tasks: Sequence[Task], count: int, seed: int) -> Iterator[tuple[Task, int]]:
@@ -270,12 +284,14 @@ def play_demonstrations(
     seed: int,
     urls: Sequence[str] = (),
     style: OracleStyle = PLAIN,
+    action_format: ActionFormat = REACT,
 ) -> list[Record]:
     """`count` different successful demonstrations in the order of `candidates`, or fewer if too
     many fail. ValueError if all fail and parse() does not read what say() writes."""
     records: list[Record] = []
     with ExitStack() as stack:
-        pool = EnvPool(env, list(urls) or [stack.enter_context(local_server(env))])
+        addresses = list(urls) or [stack.enter_context(local_server(env))]
+        pool = EnvPool(env, addresses, action_format=action_format)
         stack.callback(pool.close)
         play = partial(demonstrate, style=style)
         clients = [pool.client() for _ in range(NUM_CLIENTS)]
@@ -293,7 +309,7 @@ def play_demonstrations(
         if not records:
             with suppress(StepOutsideEpisode):  # the oracle knows no move
                 clients[0].reset(tasks[0].task_index, seed)
-                check_say(get_env(env), *clients[0].oracle())
+                check_say(get_env(env), *clients[0].oracle(), action_format)
     return records
 
 
@@ -304,6 +320,7 @@ def demonstrations(
     seed: int,
     urls: Sequence[str] = (),
     style: OracleStyle = PLAIN,
+    action_format: ActionFormat = REACT,
 ) -> list[Record]:
     """`count` oracle demonstrations, played once and then cached. A resumed run therefore does not
     wait for the oracle (ScienceWorld's takes seconds per move) and finds the same warm start.
@@ -318,11 +335,12 @@ def demonstrations(
     """
     ids = [task.task_id for task in tasks]
     settings = [env, source_of(env), variant_of(env), list(urls), ids, count, seed, *style]
+    settings.append(repr(action_format))
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     file = cache_dir() / "demonstrations" / f"{env_name(env)}-{key}" / "agenttraj.json"
 
     def write(folder: Path) -> None:
-        records = play_demonstrations(env, tasks, count, seed, urls, style)
+        records = play_demonstrations(env, tasks, count, seed, urls, style, action_format)
         if not records:
             raise ValueError(
                 f"the oracle of {env} solved none of {4 * count} tasks: it knew no move, or needed "

@@ -8,7 +8,7 @@ like a Gymnasium environment whose action is the full text that the model wrote:
     ...     first_observation = client.reset(task_index=31)
     ...     client.step("Thought: I would rather fly.\\nAction: fly")
     StepResult(observation='Could not execute fly', reward=0.0, terminated=False, truncated=False, \
-info={'success': False, 'score': 0.0})
+info={'success': False, 'score': 0.0, 'failed': True})
 
 When something goes wrong, the question is: *could the policy have caused it?* If its text is too
 long or contains no action, the policy gets reward 0 and an observation that explains the mistake,
@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from envs import ClassError, ParseError, env_name, get_env, settings_of
-from envs.common import action_in
 from envs.http import (
     JSON_HEADERS,
     ConnectionLost,
@@ -48,6 +47,7 @@ from envs.http import (
     parse,
 )
 from envs.local import LOCAL, LocalClient
+from formats import REACT, ActionFormat
 from run.errors import RunFailed
 from run.processes import NotReady, child
 from run.progress import phase
@@ -187,7 +187,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         env: name of the environment; its class parses the text and defines the wire format.
         base_url: http://HOST:PORT of the server, or "local" to run the environment in this process.
         timeout_s: time limit of a request, in seconds.
-        prompt: messages before the first observation; if None, the environment's PROMPT.
+        prompt: messages before the first observation; if None, those of the action format.
+        action_format: how the policy writes its actions.
     """
 
     def __init__(
@@ -196,12 +197,14 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         base_url: str,
         *,
         timeout_s: float = 60.0,
-        prompt: list[dict[str, str]] | None = None,
+        prompt: list[dict[str, Any]] | None = None,
+        action_format: ActionFormat = REACT,
     ) -> None:
         env_class = get_env(env)
         self.base_url = LOCAL if base_url == LOCAL else checked_url(base_url)
         self.env, self.timeout_s = env, timeout_s
-        self.prompt: list[dict[str, str]] = prompt or env_class.PROMPT
+        self.action_format = action_format
+        self.prompt: list[dict[str, Any]] = prompt or action_format.prompt(env_class)
         self._class, self._wire = env_class, env_class.WIRE
         self._http: HttpClient | LocalClient = (
             LocalClient(env) if base_url == LOCAL else self._new_http_client()
@@ -261,23 +264,43 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def step(self, model_text: str) -> StepResult:
         """Play the action in `model_text`. The reward is 0 if the text contains no action
-        (then nothing is sent) or the server refuses it. After an EnvError, call reset()."""
+        (then nothing is sent) or the server refuses it. Several actions are played in order until
+        one fails or ends the episode; the result has the last observation and the sum of their
+        rewards. After an EnvError, call reset()."""
         if not self._is_running:
             raise StepOutsideEpisode("no episode is running; call reset()", self.base_url + "/step")
         try:
-            answer = self._call("POST", "/step", action=action_in(self._class, model_text))
+            actions = self.action_format.parse(self._class, model_text)
+        except ParseError as error:
+            return self._refusal(str(error), "parse_error")
+        except ClassError as error:
+            self._is_running = False
+            raise EnvServerError(error.problem, error.env) from error
+        reward, num_played, has_failed = 0.0, 0, False
+        while num_played < len(actions) and self._is_running and not has_failed:
+            result = self._play(actions[num_played])
+            reward += result.reward
+            num_played += 1
+            has_failed = bool(result.info.get("failed") or result.info.get("rejected"))
+        if num_played < len(actions) and self._is_running:
+            note = f"Action {num_played} of {len(actions)} failed, so the others were not played."
+            result = result._replace(observation=f"{result.observation}\n{note}")
+        return result._replace(reward=reward)
+
+    def say(self, thought: str, action: str) -> str:
+        """Write a thought and an action as the policy should."""
+        return self.action_format.say(self._class, thought, action)
+
+    def _play(self, action: str) -> StepResult:
+        try:
+            answer = self._call("POST", "/step", action=action)
             observation = self._field(answer, "/step", "observation", str)
             try:
                 outcome = self._wire.outcome(answer, self._score)
             except ValueError as error:
                 raise self._unexpected(answer, "/step", str(error)) from error
-        except ParseError as error:
-            return self._refusal(str(error), "parse_error")
         except ActionRejected as error:
             return self._refusal(error.problem, "rejected")
-        except ClassError as error:
-            self._is_running = False
-            raise EnvServerError(error.problem, error.env) from error
         except EnvError:
             self._is_running = False
             raise

@@ -36,11 +36,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import formats
 from config import (
     PAPER,
     SMALL_MODELS,
     RunConfig,
     check_addresses,
+    check_format,
     check_ranges,
     complete,
     config_per_env,
@@ -136,6 +138,11 @@ class EvalConfig:
     prompt: str | None = None
     """file with a prompt to use instead of the environment's: either JSON messages
     [{"role", "content"}, ...], or plain text, which replaces only the instruction"""
+    action_format: formats.Name = "react"
+    """how the model writes an action: react (a Thought and an Action line), function_calling
+    (JSON, in the style of its chat template), or code (a line of Python)"""
+    max_actions_per_turn: int = 1
+    """let a turn have several actions, which are played until one fails or the episode ends"""
     env_workers: int = 32
     """maximum number of simultaneous environment calls (with --api-base, simultaneous episodes)"""
     max_env_failures: float = 0.2
@@ -215,6 +222,8 @@ def parse_options(argv: Sequence[str] | None) -> EvalConfig:
     if config.compare:
         return config
     with value_errors_as_misuse():
+        for env in ENVS if config.env == ALL else [config.env]:
+            check_format(env, config.action_format, config.max_actions_per_turn)
         if config.env != ALL:
             config = with_prompt(config)
             tasks_to_play(config)
@@ -250,7 +259,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     checkpoint = best_checkpoint(Path(folder))
     if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; give a --model")
-    shared = ["env", "prompt", "engine", "seed"]
+    shared = ["env", "prompt", "action_format", "max_actions_per_turn", "engine", "seed"]
     shared += ["max_tokens_per_turn", "max_trajectory_tokens"]
     config = EvalConfig(
         run=folder,
@@ -302,6 +311,9 @@ def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
         fields["api_base"] = config.api_base
     if config.prompt:
         fields["prompt"] = config.prompt
+    if config.action_format != formats.REACT.name or config.max_actions_per_turn > 1:
+        fields["action_format"] = config.action_format
+        fields["max_actions_per_turn"] = config.max_actions_per_turn
     if not config.env_addr and (variant := variant_of(env)):
         fields["variant"] = variant  # known only if this program starts the server
     return fields
@@ -372,10 +384,23 @@ def start_pool(config: EvalConfig, env: str, stack: contextlib.ExitStack) -> Env
     Raises: EnvError if no server answers, or one serves a different environment.
     """
     addresses = list(config.env_addr) or [stack.enter_context(local_server(env))]
-    pool = EnvPool(env, addresses, prompt=prompt_of(config))
+    pool = EnvPool(env, addresses, prompt=prompt_of(config), action_format=format_of(config))
     stack.callback(pool.close)
     pool.client().close()  # fails before a model is loaded
     return pool
+
+
+def format_of(config: EvalConfig) -> formats.ActionFormat:
+    """How the model writes its actions. A chat server describes functions in its own way."""
+    if config.action_format != formats.FunctionCalling.name:
+        return formats.action_format(config.action_format, config.max_actions_per_turn)
+    if config.api_base:
+        return formats.FunctionCalling(config.max_actions_per_turn, in_template=True)
+    from models import load_tokenizer
+    from scale.default_models import resolve_model
+
+    template = load_tokenizer(resolve_model(config.model_name())).chat_template
+    return formats.action_format(config.action_format, config.max_actions_per_turn, template)
 
 
 def measure(

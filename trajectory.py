@@ -80,7 +80,7 @@ class Trajectory:
     group_id: int
     seed: int
     max_rounds: int
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     success: bool = False
     terminated: bool = False
@@ -152,7 +152,7 @@ class RolloutHandler(Trajectory):
     _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)
     _num_cut_turns: int = field(default=0, repr=False)  # at a token limit, not at a stop token
 
-    def start(self, chat: ChatTemplate, prompt: list[dict[str, str]], observation: str) -> None:
+    def start(self, chat: ChatTemplate, prompt: list[dict[str, Any]], observation: str) -> None:
         """Begin the sequence with the environment's prompt and first observation."""
         self.messages = [*prompt, {"role": "user", "content": observation}]
         self._append(chat.opening(prompt, observation))

@@ -44,6 +44,7 @@ from config import (
 )
 from data import OracleStyle, Record, demonstrations, encode, prompt_turns
 from envs import env_name, get_env
+from formats import ActionFormat, FunctionCalling, action_format
 from models import load_policy, load_tokenizer, stop_ids_of
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
@@ -197,15 +198,26 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
     """
     records = []
     for c in config_per_env(config):
-        prompt, num_replaced = prompt_of(c), len(get_env(c.env).PROMPT)
+        written = format_of(c)
+        prompt, num_replaced = prompt_of(c), len(written.prompt(get_env(c.env)))
         settings = settings_for(c.model, c.env) if needs_warm_start(c) else SftSettings()
         style = OracleStyle(settings.slips, settings.thoughts)
-        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, style):
+        for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, style, written):
             if prompt is not None:  # the oracle ignores the prompt
                 turns = prompt_turns(prompt) + record["conversations"][num_replaced:]
                 record = record | {"conversations": turns}
             records.append(record)
     return records
+
+
+def format_of(config: RunConfig) -> ActionFormat:
+    """How the policy of a run writes its actions. The model's chat template can decide that."""
+    template = None
+    if config.action_format == FunctionCalling.name:
+        is_folder = config.warm_start not in ("auto", "never")
+        path = config.warm_start if is_folder else resolve_model(config.model)
+        template = load_tokenizer(path).chat_template
+    return action_format(config.action_format, config.max_actions_per_turn, template)
 
 
 def start_model(config: RunConfig, accelerator: Any) -> str:

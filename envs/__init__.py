@@ -28,12 +28,14 @@ class has these members:
     close()
 
 `reward` is the reward of this turn. After every step, the rewards of an episode sum to 0..1, and
-`info["success"]` tells whether the task is solved. A <think> ... </think> in the policy's text is
-cut off before parse reads it. Optional members are the fields of `Settings`, in capitals; NAME;
-the class methods open_shared() and close_shared(), for resources that all sessions share; and the
-static method variant(), which returns a text with the options and simulator version that affect
-what the agent reads. A trainer imports the class on a machine that may lack the simulator, so
-import the simulator only where it is used.
+`info["success"]` tells whether the task is solved. `info["failed"]`, which may be missing, tells
+that the action had no effect; later actions of the same turn are then not played. A <think> ...
+</think> in the policy's text is cut off before parse reads it. Optional members are the fields of
+`Settings`, in capitals; NAME; TOOLS and RULES, which are the actions as functions and the rest of
+the prompt (formats.py); the class methods open_shared() and close_shared(), for resources that all
+sessions share; and the static method variant(), which returns a text with the options and simulator
+version that affect what the agent reads. A trainer imports the class on a machine that may lack the
+simulator, so import the simulator only where it is used.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))
     >>> len(tasks), tasks[-1]
@@ -53,6 +55,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pydantic
@@ -121,6 +124,24 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Tool:
+    """A kind of action as a function that the policy can call (formats.py).
+
+    >>> tool = Tool("get", "get {count:d} {item}", "fetch an item", {"count": "", "item": ""})
+    >>> tool.is_integer("count"), tool.is_integer("item")
+    (True, False)
+    """
+
+    name: str
+    template: str  # the action, as `parse` returns it; {x:d} is an integer, {x} a text
+    about: str = ""  # what it does
+    arguments: Mapping[str, str] = field(default_factory=dict)  # name -> what it means
+
+    def is_integer(self, argument: str) -> bool:
+        return f"{{{argument}:d}}" in self.template
+
+
+@dataclass(frozen=True)
 class Settings:
     """Optional members of an environment's class; the class names them in capitals (HORIZON)."""
 
@@ -168,6 +189,10 @@ def _problem_of_class(env_class: Any) -> str | None:
         return "has a WIRE that is not a Wire(); see envs/wire.py"
     if problem := problem_of_messages(env_class.PROMPT):
         return f"has an unusable PROMPT: {problem}"
+    for tool in getattr(env_class, "TOOLS", ()):
+        names = {name for _, name, _, _ in Formatter().parse(tool.template) if name}
+        if names != {*tool.arguments} or not isinstance(getattr(env_class, "RULES", None), str):
+            return f"has the tool {tool.name}, but its template has other arguments, or RULES lack"
     try:
         inspect.signature(env_class).bind()
         num_tasks = env_class.num_tasks()

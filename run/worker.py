@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import formats
 from chat import ChatTemplate
 from config import (
     Config,
@@ -151,14 +152,19 @@ class Worker:
         Raises:
             Misuse: the first prompt and one turn do not fit into --max-trajectory-tokens.
         """
-        pools = {}
+        pools, c = {}, self.config
+        action_format = formats.action_format(
+            c.action_format, c.max_actions_per_turn, self.tokenizer.chat_template
+        )
         for config in config_per_env(self.config):
             urls = config.env_addr or (stack.enter_context(local_server(config.env)),)
             with value_errors_as_misuse():
-                pool = stack.enter_context(EnvPool(config.env, urls, prompt=prompt_of(config)))
+                prompt = prompt_of(config)
+                pool = EnvPool(config.env, urls, prompt=prompt, action_format=action_format)
+                stack.enter_context(pool)
             pools[env_name(config.env)] = pool
         self.pool = EnvPools(pools)
-        c, self.openings = self.config, []
+        self.openings = []
         for env, (task, *_) in tasks_by_env(self.tasks).items():
             with self.pool.for_env(env).client() as client:
                 observation = client.reset(task.task_index)

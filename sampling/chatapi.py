@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -121,19 +122,20 @@ class ChatApi:
         self._http = HttpClient(base, timeout_s, proxy_url=proxy, ssl_context=context)
 
     def complete(
-        self, messages: list[dict[str, str]], max_tokens: int, temperature: float, seed: int
+        self, messages: list[dict[str, Any]], max_tokens: int, temperature: float, seed: int
     ) -> str:
         """The model's next message; "" if it has no text.
 
         Raises: ContextFull, ApiRefused, ApiError after the last retry, Stopped.
         """
+        tools = messages[0].get("tools")
         body = {
             "model": self.model,
             # Some servers refuse a message without text.
-            "messages": [m | {"content": m["content"] or " "} for m in messages],
+            "messages": [{"role": m["role"], "content": m["content"] or " "} for m in messages],
             "temperature": temperature,
             "seed": seed % 2**31,  # some servers accept only 31 bits
-        }
+        } | ({"tools": tools} if tools else {})
         wait_s = 0.0
         for attempt in range(self.max_retries + 1):
             if self.stopped.wait(wait_s):
@@ -186,12 +188,18 @@ def message_text(answer: Answer) -> str | None:
     if answer.status != 200:
         return None
     try:
-        content = parse(answer.body)["choices"][0]["message"].get("content")
+        message = parse(answer.body)["choices"][0]["message"]
+        content = message.get("content")
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(f["name"], f["arguments"]) for f in functions]
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     if isinstance(content, list):  # some servers send a list of parts; only some are text
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
+    text = content if isinstance(content, str) else ""
+    # The server has taken the calls out of the text, with the arguments as a text of JSON.
+    written = (f'{{"name": {json.dumps(name)}, "arguments": {data}}}' for name, data in calls)
+    return "\n".join(filter(None, [text, *(f"<tool_call>\n{w}\n</tool_call>" for w in written)]))
 
 
 def retry_after(answer: Answer) -> float | None:

@@ -193,7 +193,7 @@ def test_an_impossible_action_gives_the_reason_and_costs_nothing():
     }.items():
         observation, *rest = env.step(action)
         assert observation == f"Not possible: {reason}.\nAvailable actions: {actions}"
-        assert rest == [0.0, False, False, {"success": False, "score": 0.0}]
+        assert rest == [0.0, False, False, {"success": False, "score": 0.0, "failed": True}]
     assert env.state_for_people()["steps"] == 0
 
 

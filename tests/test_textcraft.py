@@ -138,6 +138,7 @@ def test_a_solved_task_word_for_word():
         "craft 3 crimson hyphae using 5 crimson stem": no_recipe,
     }.items():
         failure_info = {"success": False, "score": 0.0}
+        failure_info |= {"failed": True} if observation.startswith("Could not") else {}
         assert env.step(action) == (observation, 0.0, False, False, failure_info)
     success_info = {"success": True, "score": 1.0}
     result = env.step("craft 3 crimson hyphae using 4 crimson stem")

@@ -60,7 +60,7 @@ import io
 import json
 from typing import Any, ClassVar
 
-from envs import Wire
+from envs import Tool, Wire
 from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
 
@@ -101,6 +101,26 @@ class BabyAI:
             "you; a locked door needs the key of its color.\n" + ANSWER,
         }
     ]
+    RULES = (
+        "You move through rooms to reach a goal. Name things as you see them, as in: red ball 1. "
+        "You see only what is before you; a locked door needs the key of its color."
+    )
+    TOOLS = (
+        *(
+            Tool(action.replace(" ", "_"), action)
+            for action in ("turn left", "turn right", "move forward", "drop")
+        ),
+        Tool("check_available_actions", "check available actions"),
+        Tool("toggle", "toggle", "open or close the door or box ahead"),
+        Tool("go_to", "go to {thing}", arguments={"thing": "as in: red ball 1"}),
+        Tool("pickup", "pickup {thing}", arguments={"thing": "as in: red ball 1"}),
+        Tool("go_through", "go through {door}", arguments={"door": "as in: red door 1"}),
+        Tool(
+            "toggle_and_go_through",
+            "toggle and go through {door}",
+            arguments={"door": "as in: red door 1"},
+        ),
+    )
     WIRE = BabyAIWire()
     IS_FAST = False
     HORIZON = 20
@@ -171,7 +191,7 @@ class BabyAI:
         level = self._level
         action = " ".join(action.lower().split()) if len(action) <= MAX_ACTION_CHARS else "too long"
         self._turns.append(len(level.history))
-        reward, is_over = 0.0, False
+        reward, is_over, failed = 0.0, False, {}
         if action == CHECK:
             observation = self._actions_line()
         else:
@@ -179,6 +199,7 @@ class BabyAI:
                 result = perform(level, self._view, action)
             except Impossible as reason:
                 observation = f"Not possible: {reason}.\n{self._actions_line()}"
+                failed = {"failed": True}
             else:
                 reward, is_over = level.reward, level.is_over
                 observation = f"{result}\n{self._end_line() if is_over else self._look()}"
@@ -186,7 +207,7 @@ class BabyAI:
             self._stage.end()
             self._actions = []
         self._score += reward
-        info = {"success": reward > 0, "score": self._score}
+        info = {"success": reward > 0, "score": self._score} | failed
         return observation, reward, is_over and level.terminated, is_over and level.truncated, info
 
     def _look(self) -> str:

@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import envs.sciworld.jvm as jvm
-from envs import Wire
+from envs import Tool, Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
 from envs.sciworld.jvm import Seat, shared_pool
 from envs.sciworld.oracle import EXHAUSTED, Play, rewrite, thought
@@ -99,6 +99,7 @@ class ScienceWorldWire(Wire):
 
 MAX_CHARACTERS = 1000  # of an action
 NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's answer
+OBJECT, PLACE = {"object": "as you see it"}, {"place": "as you see it"}
 NO_RESTART = "This world cannot be reset; go on with the task."
 TELEPORT_HINT = "You can also: teleport to PLACE"
 
@@ -122,6 +123,39 @@ class SciWorld:
             "action is its number.\n" + ANSWER,
         }
     ]
+    RULES = (
+        "You do science tasks in a house. Open a door before you go through it. If you are asked "
+        "which object you mean, choose its number. Focus only on what the task says; a wrong "
+        "focus fails the task."
+    )
+    TOOLS = (
+        *(
+            Tool(action.replace(" ", "_"), action)
+            for action in ("look around", "wait", "wait1", "inventory", "task")
+        ),
+        *(
+            Tool(action.replace(" ", "_"), action + " {object}", arguments=OBJECT)
+            for action in (
+                *("look at", "look in", "read", "open", "close", "pick up", "put down", "mix"),
+                *("activate", "deactivate", "disconnect", "eat", "flush", "focus on"),
+            )
+        ),
+        *(
+            Tool(
+                verb,
+                f"{verb} {{object}} {word} {{other}}",
+                arguments=OBJECT | {"other": "as you see it"},
+            )
+            for verb, word in (
+                *(("move", "to"), ("pour", "into"), ("dunk", "into")),
+                *(("use", "on"), ("connect", "to")),
+            )
+        ),
+        Tool("use_alone", "use {object}", arguments=OBJECT),
+        Tool("go_to", "go to {place}", arguments=PLACE),
+        Tool("teleport_to", "teleport to {place}", "only if you are told that you can", PLACE),
+        Tool("choose", "{number:d}", arguments={"number": "of the object that you mean"}),
+    )
     WIRE = ScienceWorldWire()
     IS_FAST = False
     HORIZON = 30
@@ -227,6 +261,8 @@ class SciWorld:
         if terminated or truncated:
             self._stage.end()
         info = {"success": score >= 100, "score": score}
+        if self._observation in (NOT_UNDERSTOOD, NO_RESTART):
+            info["failed"] = True
         return self._observation, gain / 100, terminated, truncated, info
 
     @staticmethod

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from envs import OracleLost, ParseError, TaskIndexError, Wire
+from envs import OracleLost, ParseError, TaskIndexError, Tool, Wire
 from envs.common import Stage, require_task, version_of, without_thought
 from envs.searchqa.oracle import Search, next_move
 from envs.searchqa.questions import PUBLISHED, Question, find_question, kind_of, num_questions
@@ -203,6 +203,14 @@ class SearchQA:
     """One session of questions; see the module docstring."""
 
     PROMPT: ClassVar = [{"role": "system", "content": INSTRUCTIONS}]
+    RULES = (
+        "Answer the question. A search shows passages within <information> and </information>. "
+        "Search until they show what is asked, then answer in a few words."
+    )
+    TOOLS = (
+        Tool("search", "<search> {query} </search>", "search", {"query": "what to look for"}),
+        Tool("answer", "<answer> {text} </answer>", "end the task", {"text": "a short answer"}),
+    )
     WIRE = SearchWire()
     IS_FAST = False
     HORIZON = 30

@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import ClassVar
 
-from envs import Wire
+from envs import Tool, Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say
 from envs.textcraft.recipes import Recipe, in_words, recipe_book
 
@@ -94,6 +94,25 @@ class TextCraft:
             "says; planks or wool may be any kind, named in full.\n" + ANSWER,
         }
     ]
+    RULES = (
+        "You craft a goal item in Minecraft. Items that no command crafts are fetched with get. "
+        "Craft exactly as a listed command says; planks or wool may be any kind, named in full."
+    )
+    TOOLS = (
+        Tool(
+            "get",
+            "get {count:d} {item}",
+            "fetch items",
+            {"count": "how many", "item": "its name"},
+        ),
+        Tool(
+            "craft",
+            "craft {output} using {inputs}",
+            "craft an item",
+            {"output": "N item", "inputs": "N item, N item"},
+        ),
+        Tool("inventory", "inventory"),
+    )
     WIRE = TextCraftWire()
     IS_FAST = True
     LAPTOP: ClassVar = {
@@ -152,6 +171,8 @@ class TextCraft:
         observation = self._act(action)
         is_solved = self._stage.is_over
         info = {"success": is_solved, "score": float(is_solved)}
+        if observation.startswith(("Could not ", "Wrong item format")):
+            info["failed"] = True
         return observation, float(is_solved), is_solved, False, info
 
     def _act(self, action: str) -> str:

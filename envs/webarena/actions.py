@@ -15,7 +15,7 @@ browser does not draw.
 import re
 from dataclasses import dataclass
 
-from envs import ParseError
+from envs import ParseError, Tool
 
 INSTRUCTIONS = """You do a task on web sites in a browser. The observation shows the page as a tree.
 [4] is the number of an element. Each turn is one action:
@@ -29,6 +29,31 @@ goto [address], go_back, go_forward: change the page
 new_tab, tab_focus [number], close_tab: change the tab
 stop [answer]: the task is done; the answer is short, or empty if none is asked for
 Think briefly, then write one action between triple backticks, as in ```click [4]```."""
+RULES = """You do a task on web sites in a browser. The observation shows the page as a tree.
+[4] is the number of an element."""
+_ELEMENT = {"id": "number of the element"}
+TOOLS = (
+    Tool("click", "click [{id:d}]", "click an element", _ELEMENT),
+    Tool(
+        "type",
+        "type [{id:d}] [{text}] [{enter:d}]",
+        "click a field and type into it",
+        _ELEMENT | {"text": "what to type", "enter": "1 to press Enter afterwards, or 0"},
+    ),
+    Tool(
+        "select",
+        "select [{id:d}] [{option}]",
+        "choose an option of a combobox",
+        _ELEMENT | {"option": "its text"},
+    ),
+    Tool("hover", "hover [{id:d}]", "move the mouse over an element", _ELEMENT),
+    Tool("press", "press [{keys}]", "press keys", {"keys": "as in Enter or Control+a"}),
+    Tool("scroll", "scroll [{direction}]", "by one screen", {"direction": "down or up"}),
+    Tool("goto", "goto [{address}]", "open a page", {"address": "http://..."}),
+    *(Tool(action, action) for action in ("go_back", "go_forward", "new_tab", "close_tab")),
+    Tool("tab_focus", "tab_focus [{number:d}]", "change to a tab", {"number": "of the tab"}),
+    Tool("stop", "stop [{answer}]", "end the task", {"answer": "short; empty if none is asked"}),
+)
 MAX_TEXT = 2000  # characters to type; each is a key press
 BLOCK = re.compile(r"```(.*?)```", re.DOTALL)
 # What follows the name of an action: how it is written, and how it is read. WebArena accepts text

@@ -57,7 +57,17 @@ from urllib.parse import urlsplit
 import envs.webarena.tasks as tasks
 from envs import OracleLost, ParseError, TaskIndexError, Wire
 from envs.common import Stage, require_task, version_of, without_thought
-from envs.webarena.actions import BLOCK, INSTRUCTIONS, Action, action_text, parse, read, say
+from envs.webarena.actions import (
+    BLOCK,
+    INSTRUCTIONS,
+    RULES,
+    TOOLS,
+    Action,
+    action_text,
+    parse,
+    read,
+    say,
+)
 from envs.webarena.browser import Addresses, Browser
 from envs.webarena.evaluators import evaluate, needs_judge
 from envs.webarena.oracle import next_move
@@ -67,6 +77,7 @@ from envs.webarena.tasks import PUBLIC
 from envs.wire import Outcome
 
 MAX_TURNS = 100
+KEPT = ("success", "score", "error", "failed")  # of info
 
 
 class WebArenaWire(Wire):
@@ -109,7 +120,7 @@ class WebArenaWire(Wire):
         if answer.get("terminated") is False:
             fields["reward"] = 0
         if isinstance(info := fields.get("info"), Mapping):
-            fields["info"] = {k: v for k, v in info.items() if k in ("success", "score", "error")}
+            fields["info"] = {name: info[name] for name in KEPT if name in info}
         return super().outcome(fields, past_return)
 
 
@@ -160,6 +171,8 @@ class WebArena:
     """One WebArena session; see the module docstring."""
 
     PROMPT: ClassVar = [{"role": "system", "content": INSTRUCTIONS}]
+    RULES = RULES
+    TOOLS = TOOLS
     WIRE = WebArenaWire()
     IS_FAST = False
     HORIZON = 15
@@ -277,6 +290,7 @@ class WebArena:
         if truncated:
             self._stage.end()
         info = {"success": self._reward == 1, "score": self._reward, "error": error}
+        info["failed"] = bool(error)
         return self._observation(), self._reward, terminated, truncated, info
 
     def _act(self, action: Action) -> str:
