@@ -153,6 +153,10 @@ class RunConfig(UpdateOptions):
     (JSON, in the style of the model's chat template), or code (a line of Python)"""
     max_actions_per_turn: int = 1
     """let a turn have several actions, which are played until one fails or the episode ends"""
+    agent: Literal["plain", "plan", "reflect"] = "plain"
+    """what the policy writes besides actions: nothing (plain), a plan before the first (plan), or
+    a reflection after a failed attempt, which starts the task again (reflect)"""
+    attempts: int = 2  # at a task with --agent reflect; each has up to --rounds turns
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
@@ -275,6 +279,7 @@ class RunConfig(UpdateOptions):
         """Raise ValueError for impossible values and combinations."""
         check_ranges(self)
         check_environments(self)
+        check_attempts(self.agent, self.attempts)
         if self.stop_at is not None and not (self.stop_at and self.eval_every):
             raise Misuse("--stop-at needs evaluations: it and --eval-every must both be above 0")
         turn, trajectory = self.max_tokens_per_turn, self.max_trajectory_tokens
@@ -604,6 +609,7 @@ POSITIVE = (
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
     *("clip_ratio", "value_clip", "max_sync_error", "save_every", "keep_last"),
     *("eval_samples", "eval_start_samples", "eval_rounds", "eval_temperatures", "lora_alpha"),
+    *("max_actions_per_turn", "attempts"),
     *("samples", "limit", "env_workers"),  # of evaluate.py
     *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),  # of other methods
     *("pairs_per_task", "keep_per_task", "beta", "rounds", "env_weights", "max_rounds"),
@@ -695,6 +701,11 @@ def check_environments(config: RunConfig) -> None:
 def check_format(env: str, action_format: str, max_actions: int) -> None:
     if problem := formats.problem_of_format(env, action_format, max_actions):
         raise Misuse(f"--action-format {action_format}: {problem}")
+
+
+def check_attempts(agent: str, attempts: int) -> None:
+    if agent == "reflect" and attempts == 1:
+        raise Misuse("--agent reflect needs at least two --attempts")
 
 
 def check_addresses(name: str, addresses: Sequence[str], env: str = "") -> None:

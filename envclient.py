@@ -216,6 +216,11 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._score = 0.0  # sum of this episode's rewards
 
     @property
+    def score(self) -> float:
+        """The sum of this episode's rewards so far."""
+        return self._score
+
+    @property
     def is_open(self) -> bool:
         """Whether this client has a session at the server."""
         return self._session_id is not None

@@ -36,12 +36,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import agents
 import formats
 from config import (
     PAPER,
     SMALL_MODELS,
     RunConfig,
     check_addresses,
+    check_attempts,
     check_format,
     check_ranges,
     complete,
@@ -143,6 +145,11 @@ class EvalConfig:
     (JSON, in the style of its chat template), or code (a line of Python)"""
     max_actions_per_turn: int = 1
     """let a turn have several actions, which are played until one fails or the episode ends"""
+    agent: agents.Name = "plain"
+    """what the model writes besides actions: nothing (plain), a plan before the first (plan), or
+    a reflection after a failed attempt, which starts the task again (reflect)"""
+    attempts: int = 2
+    """attempts at a task with --agent reflect; each has up to --max-rounds turns"""
     env_workers: int = 32
     """maximum number of simultaneous environment calls (with --api-base, simultaneous episodes)"""
     max_env_failures: float = 0.2
@@ -171,6 +178,7 @@ class EvalConfig:
         """Raises Misuse if a value is out of range or options contradict each other."""
         c, out = self, Path(self.out or "")
         check_ranges(c)
+        check_attempts(c.agent, c.attempts)
         is_all = c.env == ALL
         has_task_options = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         has_results = (out / "benchmark.json").exists()
@@ -181,6 +189,9 @@ class EvalConfig:
                 c.samples > 1 and 0 in c.temperature
             ),
             "--env all needs a single --temperature": is_all and len(c.temperature) > 1,
+            "--agent reflect needs a single --max-rounds, because an attempt ends there": (
+                c.agent == "reflect" and len(c.max_rounds) > 1
+            ),
             "--max-tokens-per-turn must be below --max-trajectory-tokens": (
                 c.max_tokens_per_turn >= c.max_trajectory_tokens
             ),
@@ -260,6 +271,7 @@ def settings_of_run(folder: str, named_options: set[str], env: str | None = None
     if checkpoint is None and "model" not in named_options:
         raise Misuse(f"--run {folder} has no checkpoint yet; give a --model")
     shared = ["env", "prompt", "action_format", "max_actions_per_turn", "engine", "seed"]
+    shared += ["agent", "attempts"]
     shared += ["max_tokens_per_turn", "max_trajectory_tokens"]
     config = EvalConfig(
         run=folder,
@@ -314,6 +326,9 @@ def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
     if config.action_format != formats.REACT.name or config.max_actions_per_turn > 1:
         fields["action_format"] = config.action_format
         fields["max_actions_per_turn"] = config.max_actions_per_turn
+    if config.agent != agents.PLAIN.name:
+        fields["agent"] = config.agent
+        fields["attempts"] = agents.make(config.agent, config.attempts).attempts
     if not config.env_addr and (variant := variant_of(env)):
         fields["variant"] = variant  # known only if this program starts the server
     return fields
@@ -417,6 +432,7 @@ def measure(
         env_workers=config.env_workers,
         max_env_failures=config.max_env_failures,
         record_state=config.record_state,
+        agent=agents.make(config.agent, config.attempts),
     )
     tasks = first_of_each_subtask(tasks, config.limit)
     horizons = {env_name(pool.env): fields["max_rounds"][-1]}

@@ -37,12 +37,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from agents import PLAIN, Agent
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
-from envclient import EnvClient, EnvError, EnvPool, EnvPools, StepResult, TooManySessions
+from envclient import EnvClient, EnvError, EnvPool, EnvPools, TooManySessions
 from envs import Task, tasks_by_env
 from run.errors import TooManyEnvFailures
-from trajectory import LOST, RolloutHandler, Trajectory, Turn
+from trajectory import LOST, RolloutHandler, Trajectory
 
 NUM_RESETS = 3  # attempts to reset an episode; an episode whose step fails starts over once
 THREAD_NAME = "rollout"  # prefix of the threads' names
@@ -87,6 +88,7 @@ class RolloutSettings:
     max_env_failures: float = 0.2  # share of lost trajectories above which the run stops
     record_state: bool = False
     weight_version: int = 0  # the training step that produced the sampler's weights; recorded
+    agent: Agent = PLAIN
 
 
 @dataclass
@@ -241,21 +243,6 @@ def state_of(client: EnvClient) -> dict[str, Any] | None:
     return None
 
 
-def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
-    """Record the environment's answer to `turn`. End the trajectory if the episode is over or the
-    turn limit is reached; returns whether the trajectory continues."""
-    turn.observation_text, turn.reward = result.observation, float(result.reward)
-    turn.parse_error = result.info.get("parse_error")
-    success = bool(result.info.get("success"))
-    if result.terminated:
-        trajectory.stop("success" if success else "failure", success)
-    elif result.truncated:
-        trajectory.stop("env_limit", success)
-    elif len(trajectory.turns) >= trajectory.max_rounds:
-        trajectory.stop("max_rounds", success)
-    return trajectory.stop_reason is None
-
-
 def check_failures(
     trajectories: Sequence[Trajectory], limit: float, total: int | None = None
 ) -> None:
@@ -317,7 +304,8 @@ class _Episode:
                 self.client = self.pool.client(avoid=self.failed_urls)
                 index, seed = self.request.task.task_index, self.request.seed
                 observation = self.client.reset(index, seed=seed)
-                self.handler.start(self.chat, self.client.prompt, observation)
+                opening = self.settings.agent.opening(self.handler, observation)
+                self.handler.start(self.chat, self.client.prompt, opening)
                 if self.settings.record_state:
                     self.handler.first_state = state_of(self.client)
                 return
@@ -336,7 +324,8 @@ class _Episode:
         assert self.client is not None  # there is a turn, so reset succeeded
         start = time.perf_counter()
         try:
-            result = self.client.step(turn.action_text)
+            task_index = self.request.task.task_index
+            text = self.settings.agent.next_text(handler, turn, self.client, task_index)
             turn.env_s = time.perf_counter() - start
             if self.settings.record_state:
                 turn.state = state_of(self.client)
@@ -348,10 +337,10 @@ class _Episode:
             else:
                 self.fail("env_error", error)
             return
-        if take_result(handler, turn, result):
+        if text is not None:
             limit = self.settings.max_trajectory_tokens - 2  # room for one token and an end-of-turn
-            if not handler.add_observation(self.chat, result.observation, limit):
-                handler.stop("length", bool(result.info.get("success")))
+            if not handler.add_observation(self.chat, text, limit):
+                handler.stop("length", handler.success)
         if handler.stop_reason:
             self.close()
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from chat import ChatTemplate
@@ -63,6 +64,7 @@ class Turn:
     observation_text: str = ""  # empty if the observation did not fit into the token budget
     reward: float = 0.0  # of this turn only
     parse_error: str | None = None
+    kind: str = "act"  # or "plan" or "reflect", which no environment answers (agents.py)
     generate_s: float = 0.0
     env_s: float = 0.0
     state: dict[str, Any] | None = None  # what the viewer draws; set by --record-state
@@ -89,6 +91,26 @@ class Trajectory:
     used_in_loss: bool = False
     error: str | None = None  # message of the failure, for stop reasons in LOST
     first_state: dict[str, Any] | None = None  # before the first turn; set by --record-state
+    _next_kind: str = field(default="act", repr=False)
+
+    @property
+    def num_acts(self) -> int:
+        """Turns of the latest attempt that went to the environment."""
+        latest = takewhile(lambda turn: turn.kind != "reflect", reversed(self.turns))
+        return sum(turn.kind == "act" for turn in latest)
+
+    @property
+    def next_kind(self) -> str:
+        """The kind of the turn that the policy writes next."""
+        return self._next_kind
+
+    def expect(self, kind: str) -> None:
+        self._next_kind = kind
+
+    def resume(self, kind: str) -> None:
+        """Go on after the end of an attempt, with a turn of another kind."""
+        self.stop_reason, self.terminated, self.truncated = None, False, False
+        self.expect(kind)
 
     def stop(self, reason: str, success: bool = False) -> None:
         """End the trajectory: `terminated` if the task is over, `truncated` if it was cut short."""
@@ -185,6 +207,7 @@ class RolloutHandler(Trajectory):
         self.loss_mask += [1] * len(token_ids)
         self.rollout_log_probs += log_probs
         turn = Turn((start, len(self.input_ids)), chat.text_of(list(token_ids)))
+        turn.kind = self.next_kind
         if token_ids[-1] != chat.end_of_turn:  # cut by a limit: we end the turn for the policy
             self._append([chat.end_of_turn])
         self.messages.append({"role": "assistant", "content": turn.action_text})

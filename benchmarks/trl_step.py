@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from agents import take_result  # noqa: E402
 from benchmarks.common import make_parser, median, write_result  # noqa: E402
 from chat import ChatTemplate  # noqa: E402
 from config import Config, options  # noqa: E402
@@ -48,7 +49,7 @@ from envclient import EnvPool, local_server  # noqa: E402
 from envs import load_tasks  # noqa: E402
 from models import load_tokenizer  # noqa: E402
 from recipes.common import read_lines  # noqa: E402
-from rollout import draw_requests, take_result  # noqa: E402
+from rollout import draw_requests  # noqa: E402
 from scale.distributed import make_accelerator  # noqa: E402
 from scale.precision import choose  # noqa: E402
 from trajectory import RolloutHandler  # noqa: E402

@@ -169,8 +169,10 @@ def _items(trajectories: Sequence[Trajectory], horizon: float = math.inf) -> dic
     for t in trajectories:
         if not _is_lost(t):
             item = items.setdefault(t.task_id, Item(t.env, t.subtask))
-            turns = [turn for n, turn in enumerate(t.turns, start=1) if n <= horizon]
-            item.successes.append(t.success and len(t.turns) <= horizon)
+            turns = t.turns
+            if horizon < math.inf:  # it limits turns that the environment answered
+                turns = [turn for turn in t.turns if turn.kind == "act"][: int(horizon)]
+            item.successes.append(t.success and t.num_acts <= horizon)
             item.returns.append(sum(turn.reward for turn in turns))
             item.turns.append(len(turns))
     return items
@@ -198,6 +200,17 @@ def _row(items: Sequence[Item], samples: int) -> dict[str, Any]:
     }
 
 
+def _cost(trajectories: Sequence[Trajectory]) -> dict[str, float | None]:
+    """What an episode took on average; a chat server does not tell the tokens."""
+    masks = [mask for t in trajectories if (mask := getattr(t, "loss_mask", None))]
+    attempts = [1 + sum(turn.kind == "reflect" for turn in t.turns) for t in trajectories]
+    return {
+        "attempts": _mean(attempts) if attempts else None,
+        "turns": _mean([len(t.turns) for t in trajectories]) if attempts else None,
+        "sampled_tokens": _mean(list(map(sum, masks))) if masks else None,
+    }
+
+
 def summarize(
     trajectories: Sequence[Trajectory],
     samples: int,
@@ -216,6 +229,7 @@ def summarize(
             and pass are {value, low, high, items}.
         `worlds` {environment: row}, `subtasks` {name: row}.
         `pass_curve` over k', `rounds_curve` over turns.
+        `cost` {attempts, turns, sampled_tokens}: means per episode.
         `items` {task_id: counts}, `stop_reasons`, `lost`.
     """
     items = _items(trajectories)
@@ -240,6 +254,7 @@ def summarize(
             {"max_rounds": n} | _row(list(_items(trajectories, n).values()), samples)
             for n in sorted(max_rounds)
         ],
+        "cost": _cost([t for t in trajectories if not _is_lost(t)]),
         "stop_reasons": dict(sorted(Counter(str(t.stop_reason) for t in trajectories).items())),
         "lost": {
             "trajectories": len(lost_trajectories),
@@ -276,6 +291,9 @@ def format_table(summary: Mapping[str, Any]) -> str:
     if len(summary["max_rounds"]) > 1:
         lines += ["", f"{'max_rounds':<{width}}{head}"]
         lines += [f"{row['max_rounds']:<{width}}{_cells(row)}" for row in summary["rounds_curve"]]
+    if (cost := summary.get("cost")) and cost["attempts"] and cost["attempts"] > 1:
+        parts = [f"{name.replace('_', ' ')} {x:.1f}" for name, x in cost.items() if x is not None]
+        lines += ["", f"per episode: {', '.join(parts)}"]
     lost = summary["lost"]
     if lost["trajectories"]:
         count = f"{lost['trajectories']} of {lost['of']} trajectories"

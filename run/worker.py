@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import agents
 import formats
 from chat import ChatTemplate
 from config import (
@@ -312,6 +313,7 @@ class Worker:
             max_env_failures=1.0,  # lost trajectories are counted below, over all ranks
             record_state=c.record_state,
             weight_version=weight_version,
+            agent=agents.make(c.agent, c.attempts),
         )
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:

@@ -58,7 +58,6 @@ from rollout import (
     check_failures,
     sampling_seed,
     state_of,
-    take_result,
 )
 from trajectory import Trajectory, Turn
 
@@ -228,11 +227,11 @@ def run_api_episode(
     t, task = trajectory, request.task
     # The seed for the chat server differs between the samples of a task.
     seed = sampling_seed(settings.seed, request.step, task.task_id, request.sample, turn=0)
-    observation = client.reset(task.task_index, seed=request.seed)
+    text_read = settings.agent.opening(t, client.reset(task.task_index, seed=request.seed))
     t.messages = [*client.prompt]
     t.first_state = state_of(client) if settings.record_state else None
     while True:
-        t.messages.append({"role": "user", "content": observation})
+        t.messages.append({"role": "user", "content": text_read})
         start = time.perf_counter()
         try:
             text = api.complete(
@@ -248,16 +247,16 @@ def run_api_episode(
                 raise ApiError(str(error)) from None
             raise
         env_start = time.perf_counter()
-        result = client.step(text)
         t.messages.append({"role": "assistant", "content": text})
-        turn = Turn(action_span=None, action_text=text)  # type: ignore[arg-type] # no tokens
+        turn = Turn(action_span=None, action_text=text, kind=t.next_kind)  # type: ignore[arg-type] # no tokens
+        t.turns.append(turn)
+        answer = settings.agent.next_text(t, turn, client, task.task_index)
         turn.generate_s, turn.env_s = env_start - start, time.perf_counter() - env_start
         if settings.record_state:
             turn.state = state_of(client)
-        t.turns.append(turn)
-        if not take_result(t, turn, result):
+        if answer is None:
             return
-        observation = result.observation
+        text_read = answer
 
 
 def collect_api(

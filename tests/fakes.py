@@ -213,7 +213,7 @@ class FakeClient:
         self.pool, self.task_index, self.num_turns = pool, -1, 0
 
     def reset(self, task_index: int, seed: int = 0) -> str:
-        self.task_index, self.num_turns = task_index, 0
+        self.task_index, self.num_turns, self.score = task_index, 0, 0.0
         return self.pool.on_reset(task_index)
 
     def step(self, text: str) -> StepResult:
@@ -221,6 +221,7 @@ class FakeClient:
         result = self.pool.play(self.task_index, self.num_turns, text)
         if self not in self.pool.open:
             raise self.pool.closed_error
+        self.score += result.reward
         return result
 
     def state(self) -> dict:

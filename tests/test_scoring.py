@@ -24,6 +24,7 @@ from reporting.scoring import (
 @dataclass
 class Turn:
     reward: float = 0.0
+    kind: str = "act"
 
 
 @dataclass
@@ -37,6 +38,10 @@ class Episode:
     subtask: str = "depth 1"
     error: str | None = None
     env: str = "textcraft"
+
+    @property
+    def num_acts(self):
+        return len(self.turns)
 
     def __post_init__(self):
         self.stop_reason = self.stop_reason or ("success" if self.success else "failure")

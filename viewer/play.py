@@ -152,7 +152,8 @@ class Play:
 
     def step(self, session: str, text: str) -> dict[str, Any]:
         """Play the typed text; a bare action gets the "Action:" prefix that models write."""
-        from rollout import state_of, take_result
+        from agents import take_result
+        from rollout import state_of
 
         client, t = self._session(session)
         if t.stop_reason:

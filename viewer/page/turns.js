@@ -8,7 +8,10 @@ function block(kind, label, content) {
   return el("div", { class: `block ${kind}` }, el("span", { class: "label" }, label), content);
 }
 
+const KINDS = { plan: "plan", reflect: "reflection" }; // of turns that no environment answers
+
 function modelText(turn) {
+  if (turn.kind in KINDS) return block("thought", KINDS[turn.kind], foreign(turn.action_text, "p"));
   if (turn.action === null) return block("action", "model", foreign(turn.action_text, "p"));
   const thought = turn.thought ? block("thought", "thought", foreign(turn.thought, "p")) : null;
   return [thought, block("action", "action", foreign(turn.action, "p"))];
@@ -80,6 +83,10 @@ export function observationBefore(opening, turns, number, openingShown = false) 
   return { text: openingShown ? null : firstObservation(opening), tokens: null };
 }
 
+function turnTitle(turn, number) {
+  return turn.kind in KINDS ? `Turn ${number}: ${KINDS[turn.kind]}` : `Turn ${number}`;
+}
+
 /** Returns {element, show(position), showTokens(shown), tokensShown(), scrollToCurrent()}. */
 export function turnList(answer, onselect) {
   const element = el("ol", { class: "turns" });
@@ -91,7 +98,7 @@ export function turnList(answer, onselect) {
     const title = (label, position) => button(label, () => onselect(position), { class: "turn-title" });
     const before = (position) => observationBefore(answer.opening, answer.turns, position, openingShown);
     cards = answer.turns.map((turn, i) =>
-      turnCard(turn, i + 1, before(i + 1), title(`Turn ${i + 1}`, i + 1), withTokens),
+      turnCard(turn, i + 1, before(i + 1), title(turnTitle(turn, i + 1), i + 1), withTokens),
     );
     const end = answer.turns.length + 1;
     cards.push(endCard(answer.row, before(end), title("End", end), withTokens));
