@@ -40,6 +40,9 @@ FLAGS = ("success", "used_in_loss")
 # The action format of SearchQA. Stopping at the next open tag makes it linear in the text.
 TAGGED = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
 
+# The beginning of an action in the other formats.
+ACTION = re.compile(r"Action:|(?=<tool_call>|\[TOOL_CALLS\]|\{\"name\"|```)")
+
 # The types of a line's fields, for `fits`.
 TEXT, NUMBER, FLAG = (str, NoneType), (int, float, NoneType), (bool, NoneType)
 TURN = {
@@ -124,6 +127,8 @@ def split_action(text: str) -> tuple[str | None, str | None]:
     ('I need wood.', 'get 1 oak log')
     >>> split_action("Action: look"), split_action("look")
     ((None, 'look'), (None, 'look'))
+    >>> split_action("Two logs. <tool_call>...</tool_call>")
+    ('Two logs.', '<tool_call>...</tool_call>')
     >>> split_action("<think>Action: go?</think> <search>who wrote it</search>")
     ('Action: go?', 'search: who wrote it')
     """
@@ -131,9 +136,8 @@ def split_action(text: str) -> tuple[str | None, str | None]:
     if match := TAGGED.search(answer):
         thought, action = answer[: match.start()], f"{match[1]}: {match[2].strip()}"
     else:
-        thought, mark, action = answer.partition("Action:")
-        if not mark:
-            thought, action = "", answer
+        start = ACTION.search(answer)
+        thought, action = (answer[: start.start()], answer[start.end() :]) if start else ("", answer)
     thought = (closed + thought).replace("<think>", "").replace("</think>", "").strip()
     return thought.removeprefix("Thought:").strip() or None, action.strip() or None
 
@@ -313,7 +317,7 @@ def turn_view(turn: Mapping[str, Any]) -> dict[str, Any]:
     """The texts and numbers of a turn."""
     thought, action = split_action(turn["action_text"])
     names = ("action_text", "observation_text", "reward", "parse_error", "generate_s", "env_s")
-    fields = {name: turn.get(name) for name in (*names, "state")}
+    fields = {name: turn.get(name) for name in (*names, "kind", "state")}
     return {"thought": thought, "action": action, **fields}
 
 
