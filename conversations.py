@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from chat import is_encodable
-from data import NAMES, ROLES, Record
+from data import NAMES, ROLES, Record, as_turn
 from run.files import read_text
 from trajectory import LOST, RolloutHandler, Trajectory, from_line
 
@@ -31,8 +31,8 @@ EXPECTED = (
     '{"messages": [{"role", "content"}, ...]}, or a line of a run\'s trajectories'
 )
 RECORD_KEYS = ("item_id", "id", "conversations", "messages", "return", "reward", "seed")
-MESSAGE_KEYS = ("role", "content", "weight", "tools")
-TURN_KEYS = ("from", "value", "loss", "ids", "tools")
+MESSAGE_KEYS, TURN_KEYS = ("role", "content", "weight"), ("from", "value", "loss", "ids")
+FIRST_KEYS = ("tools",)  # only of the first message, for the chat template
 IGNORED_KEYS = (  # may stand anywhere; their values hold nothing to learn from
     *("id", "uuid", "name", "model", "date", "timestamp", "created", "created_at", "index", "idx"),
     *("type", "status", "source", "language", "finish_reason", "stop_reason", "usage", "metadata"),
@@ -144,9 +144,10 @@ def turns_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
         role = str(message.get("role")) if isinstance(message, dict) else "none"
         if role not in NAMES:
             raise ValueError(f"message {i} has role {role[:60]}, not one of {', '.join(NAMES)}")
-        check_keys(message, MESSAGE_KEYS, f"message {i} ", flag="weight")
+        keys = MESSAGE_KEYS if i else (*MESSAGE_KEYS, *FIRST_KEYS)
+        check_keys(message, keys, f"message {i} ", flag="weight")
         has_loss = role == "assistant" and message.get("weight") != 0
-        turns.append({"from": NAMES[role], "loss": has_loss, "value": message.get("content")})
+        turns.append(as_turn({"content": None} | message, has_loss))
     return turns
 
 
@@ -185,7 +186,8 @@ def check_record(record: Record) -> Record:
     for i, turn in enumerate(turns):
         if problem := _problem_of_turn(turn):
             raise ValueError(f"{name}: turn {i} {problem}")
-        check_keys(turn, TURN_KEYS, f"{name}: turn {i} ", flag="loss")
+        keys = TURN_KEYS if i else (*TURN_KEYS, *FIRST_KEYS)
+        check_keys(turn, keys, f"{name}: turn {i} ", flag="loss")
     actions = [i for i, turn in enumerate(turns) if turn["from"] == "gpt" and turn.get("loss")]
     if not actions:
         hint = 'set "loss": true on the gpt turns to imitate'
@@ -207,7 +209,16 @@ def _problem_of_turn(turn: Any) -> str | None:
         return "has a list as its value: join its texts into one"
     if str(turn.get("from")) not in ROLES or not isinstance(turn.get("value"), str):
         return "must be from human, gpt or system, and its value must be text"
+    tools = turn.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(name_of(tool), str) for tool in tools):
+        return "has tools that are not descriptions of functions as OpenAI writes them"
     ids = turn.get("ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         return "has ids that are not token ids: leave them out"
     return None
+
+
+def name_of(tool: Any) -> Any:
+    """The name in {"type": "function", "function": {"name": ..., ...}}; None if there is none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None

@@ -70,6 +70,7 @@ def with_turns(*turns, **extra):
 
 
 OK = (("human", None, "a"), ("gpt", True, "b"))
+TOOLS = [{"type": "function", "function": {"name": "get"}}]
 WRONG = [
     ('{"item_id": ', "not JSON"),
     ('{"prompt": 1, "text": 2}', "['prompt', 'text']: expected"),
@@ -92,6 +93,14 @@ WRONG = [
     ),
     (with_turns({"from": "human", "value": "a", "function_call": {"a": 1}}), "has function_call"),
     (with_turns(*OK, tools=[1], weight=0, label=False), "has tools, weight, label, which is not"),
+    (
+        with_turns(OK[0], {"from": "gpt", "loss": True, "value": "b", "tools": TOOLS}),
+        "turn 1 has tools, which is not read",
+    ),
+    *(
+        (with_turns({"from": "human", "value": "a", "tools": tools}, OK[1]), "not descriptions of")
+        for tools in (5, [{"name": "get"}], [{"function": {"name": 1}}])
+    ),
     (with_turns(*OK, weight="0"), "has weight, which is not read"),
     (with_turns(*OK, messages=[1]), "expected"),
     (with_turns(*OK, seed=[1]), '"seed" is [1], expected an integer'),

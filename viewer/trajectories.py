@@ -137,7 +137,9 @@ def split_action(text: str) -> tuple[str | None, str | None]:
         thought, action = answer[: match.start()], f"{match[1]}: {match[2].strip()}"
     else:
         start = ACTION.search(answer)
-        thought, action = (answer[: start.start()], answer[start.end() :]) if start else ("", answer)
+        thought, action = (
+            (answer[: start.start()], answer[start.end() :]) if start else ("", answer)
+        )
     thought = (closed + thought).replace("<think>", "").replace("</think>", "").strip()
     return thought.removeprefix("Thought:").strip() or None, action.strip() or None
 
