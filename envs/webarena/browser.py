@@ -80,8 +80,10 @@ class Browser:
             self._run(self._launch(path, resolver_rules), START_S)
         except Exception as error:
             self.close()
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise BrowserMissing(f"{path} does not start: {reason[0]}") from error
+            text = str(error) or type(error).__name__
+            # Playwright's message holds what the browser printed, in lines "[pid=7][err] ...".
+            reason = " ".join(re.findall(r"\[err\] (.*)", text)) or text.partition("\n")[0]
+            raise BrowserMissing(f"{path} does not start: {reason[:300]}") from error
 
     async def _launch(self, path: str, resolver_rules: str) -> None:
         from playwright.async_api import async_playwright

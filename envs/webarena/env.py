@@ -2,7 +2,7 @@
 
 The agent reads a web page as an accessibility tree ("[4] link 'My orders'"), acts by the numbers in
 it, and stops with an answer. The tasks are those of people: find the cheapest kettle, answer a
-review, close an issue, measure a way. WebArena (https://arxiv.org/abs/2307.13854) has five sites as
+review, close an issue, plan a route. WebArena (https://arxiv.org/abs/2307.13854) has five sites as
 docker images. Ours are five small sites that start in a second (sites/), with tasks of the same
 kinds; the same code drives the official sites if they are configured.
 
