@@ -82,7 +82,8 @@ class Browser:
             self.close()
             text = str(error) or type(error).__name__
             # Playwright's message holds what the browser printed, in lines "[pid=7][err] ...".
-            reason = " ".join(re.findall(r"\[err\] (.*)", text)) or text.partition("\n")[0]
+            lines = dict.fromkeys(re.findall(r"\[err\] (.*)", text))
+            reason = " ".join(lines) or text.partition("\n")[0]
             raise BrowserMissing(f"{path} does not start: {reason[:300]}") from error
 
     async def _launch(self, path: str, resolver_rules: str) -> None:
