@@ -136,7 +136,7 @@ def main() -> int:
         os.environ["TMPDIR"] = folder  # the plain server's browsers leave files there
         plans = oracle_plans("webarena")
         result = {part: PARTS[part](options, plans) for part in options.parts}
-    write_result(options, "webarena.json", {"browser": find_browser()} | result)
+    write_result(options, "webarena.json", {"browser": Path(find_browser()).name} | result)
     return 0
 
 

@@ -10,9 +10,11 @@ from urllib.parse import quote
 
 import pytest
 
+from agents import AGAIN, REFLECT, Agent
 from envclient import LOCAL, EnvClient, EnvPool, EnvServerError
 from envs import Task
 from envs.textcraft.env import TextCraft
+from formats import REACT, FunctionCalling, call_of
 from rollout import RolloutRequest, RolloutSettings
 from sampling.chatapi import ApiError, ApiRefused, ChatApi, Stopped, collect_api
 
@@ -234,7 +236,7 @@ def oracle_answer(body):
 TASKS = [Task(f"textcraft_{i}", i, TextCraft.subtask(i)) for i in (0, 5, 40)]
 
 
-def play(server, tasks=TASKS, samples=1, max_rounds=20, **options):
+def play(server, tasks=TASKS, samples=1, max_rounds=20, action_format=REACT, **options):
     """Run `collect_api` with `samples` episodes of each task."""
     retries = options.pop("max_retries", 1)
     requests = [
@@ -245,7 +247,7 @@ def play(server, tasks=TASKS, samples=1, max_rounds=20, **options):
     settings = {"max_tokens_per_turn": 64, "max_trajectory_tokens": 4096, "env_workers": 4}
     settings |= {"max_env_failures": 1.0} | options
     api = api_of(server, max_retries=retries)
-    with EnvPool("textcraft", [LOCAL]) as pool:
+    with EnvPool("textcraft", [LOCAL], action_format=action_format) as pool:
         return collect_api(api, pool, requests, RolloutSettings(**settings))
 
 
@@ -261,6 +263,40 @@ def test_a_perfect_model_solves_every_task_and_its_line_has_the_contract_fields(
         roles = [m["role"] for m in line["messages"]][len(TextCraft.PROMPT) :]
         assert roles == ["user", "assistant"] * len(t.turns)
         assert [turn["reward"] for turn in line["turns"]] == [0.0] * (len(t.turns) - 1) + [1.0]
+
+
+def test_functions_are_offered_with_the_request_and_calls_are_played(serve):
+    """The server takes the calls out of the text; the conversation goes on with them as text."""
+
+    def answer(body):
+        env = TextCraft()
+        env.reset(task_index_of(body))
+        for message in body["messages"]:
+            if message["role"] == "assistant":
+                env.step(*FunctionCalling().parse(TextCraft, message["content"]))
+        name, arguments = call_of(TextCraft, env.oracle()[1])
+        call = {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        return 200, {}, {"choices": [{"message": {"content": None, "tool_calls": [call]}}]}
+
+    server = serve(answer)
+    trajectories = play(server, action_format=FunctionCalling(in_template=True))
+    assert [t.stop_reason for t in trajectories] == ["success"] * len(TASKS)
+    body = server.requests[0][2]
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["get", "craft", "inventory"]
+    assert {key for message in body["messages"] for key in message} == {"role", "content"}
+
+
+def test_a_model_behind_a_server_reflects_and_tries_again(serve):
+    def answer(body):
+        if body["messages"][-1]["content"].startswith(AGAIN):
+            return completion("Action: get 4 crimson stem")
+        return completion("I had no stems." if REFLECT in body["messages"][-1]["content"] else "?")
+
+    agent = Agent("reflect", attempts=2)
+    (t,) = play(serve(answer), [Task("textcraft_31", 31, "depth 1")], max_rounds=1, agent=agent)
+    assert [turn.kind for turn in t.turns] == ["act", "reflect", "act"]
+    assert t.turns[-1].observation_text == "Got 4 crimson stem"
+    assert (t.stop_reason, t.turns[0].parse_error is None) == ("max_rounds", False)
 
 
 def test_the_turn_limit_ends_an_episode_of_unparsable_answers(serve):
