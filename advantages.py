@@ -73,6 +73,25 @@ def token_rewards_of(
     return token_rewards
 
 
+def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
+    """DAPO's soft punishment of long trajectories (arXiv 2503.14476, eq. 13), which begins before
+    the token budget cuts them.
+
+        0 up to limit − buffer, then (length − (limit − buffer)) / buffer, at most 1
+
+    Args:
+        lengths: (B,) tokens of each trajectory, including prompt and observations.
+        limit: the budget, --max-trajectory-tokens.
+        buffer: the last tokens of the budget, over which the penalty grows.
+    Returns:
+        (B,) float32 in 0..1, to subtract from the return.
+
+    >>> overlong_penalty(torch.tensor([70, 90, 100]), limit=100, buffer=20).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    return ((lengths - (limit - buffer)) / buffer).clamp(0.0, 1.0)
+
+
 @torch.no_grad()
 def gae(
     token_rewards: Tensor,
@@ -338,7 +357,7 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **tensors: Tensor) -> Tenso
 class Estimator(NamedTuple):
     """An entry of ESTIMATORS: a function of a batch, and what a run must provide for it."""
 
-    estimate: Callable[[Any, float, float], tuple[Tensor, Tensor]]  # (Batch, gamma, lam)
+    estimate: Callable[[Any, Any], tuple[Tensor, Tensor]]  # (Batch, Config)
     needs_group: bool = False  # needs at least two samples per task for its baseline
     needs_critic: bool = False  # needs a critic's values for its baseline
 
@@ -347,16 +366,17 @@ class Estimator(NamedTuple):
 # to config.py.
 ESTIMATORS = {
     "grpo": Estimator(
-        lambda b, gamma, lam: grpo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
+        lambda b, c: grpo(b.token_rewards, b.loss_mask, b.group_ids, scale_by_std=c.scale_by_std),
+        needs_group=True,
     ),
     "ppo": Estimator(
-        lambda b, gamma, lam: gae(b.token_rewards, b.values, b.loss_mask, gamma, lam),
+        lambda b, c: gae(b.token_rewards, b.values, b.loss_mask, c.gamma, c.lam),
         needs_critic=True,
     ),
     "rloo": Estimator(
-        lambda b, gamma, lam: rloo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
+        lambda b, c: rloo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
     ),
     "reinforce_plus_plus": Estimator(
-        lambda b, gamma, lam: reinforce_plus_plus(b.token_rewards, b.loss_mask, gamma)
+        lambda b, c: reinforce_plus_plus(b.token_rewards, b.loss_mask, c.gamma)
     ),
 }

@@ -29,6 +29,8 @@ import torch
 from advantages import token_rewards_of
 from trajectory import RolloutHandler
 
+# The divisor of --loss-agg constant. Like the learning rate, it only scales the loss.
+TOKENS_PER_TRAJECTORY = 100.0
 MAX_PADDING = 0.05  # maximum share of padding in a micro-batch
 
 
@@ -95,7 +97,9 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
     )
 
 
-def seq_mean_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> torch.Tensor:
+def row_weights(
+    loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor, constant: float | None = None
+) -> torch.Tensor:
     """Weights that turn a mean over tokens into a mean over trajectories: (B,), N / (M · n_b).
 
         1/N Σ_b w_b Σₜ ℓ = 1/M Σ_b 1/n_b Σₜ ℓ        n_b policy tokens of row b
@@ -103,12 +107,18 @@ def seq_mean_weights(loss_mask: torch.Tensor, mini_batch_mask: torch.Tensor) -> 
     Args:
         loss_mask: (B, T) of the micro-batch.
         mini_batch_mask: (M, T) of the mini-batch, with N policy tokens in M rows.
+        constant: replaces n_b. A mean over a trajectory's own tokens makes each token of a long
+            failure count less; dividing by a constant does not (Dr. GRPO, arXiv 2503.20783).
 
     >>> mini_batch = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    >>> seq_mean_weights(mini_batch, mini_batch)  # 4 / (2 · 3), 4 / (2 · 1)
+    >>> row_weights(mini_batch, mini_batch)  # 4 / (2 · 3), 4 / (2 · 1)
     tensor([0.6667, 2.0000])
+    >>> row_weights(mini_batch, mini_batch, constant=10)
+    tensor([0.2000, 0.2000])
     """
-    return mini_batch_mask.sum(1).float().mean() / loss_mask.sum(1)
+    num_tokens = loss_mask.sum(1)  # (B,)
+    divisor = num_tokens if constant is None else torch.full_like(num_tokens, constant)
+    return mini_batch_mask.sum(1).float().mean() / divisor
 
 
 # --------------------------------------------------------------------------------- micro-batches

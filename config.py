@@ -86,6 +86,12 @@ class Objective(UpdateOptions):
     """Options of an RL update: the loss and its penalties."""
 
     clip_ratio: float = 0.2  # clip range epsilon of the policy ratio [paper: 0.2]
+    clip_ratio_high: float | None = None
+    """upper end of the clip range, if it is another one (DAPO: 0.28);
+    if not given, --clip-ratio [paper: 0.2]"""
+    ratio: Literal["token", "sequence"] = "token"
+    """clip the policy ratio of each token, or of a trajectory as a whole (sequence: GSPO, with
+    --clip-ratio 3e-4 --clip-ratio-high 4e-4 and --loss-agg seq-mean)"""
     dual_clip: float = 3.0
     """leave out tokens with a negative advantage whose policy ratio is above this (acts only if a
     step has several optimizer steps: before the first, ratios are 1); 0: off [paper: 0]"""
@@ -98,9 +104,10 @@ class Objective(UpdateOptions):
     sampler_is_cap: float = 2.0
     """cap on the importance weights (trainer's probability / sampler's probability);
     0: do not use weights [paper: no weights]"""
-    loss_agg: Literal["token-mean", "seq-mean"] = "token-mean"
-    """average the policy loss over all tokens (token-mean),
-    or over trajectories, each with the same weight (seq-mean) [paper: seq-mean]"""
+    loss_agg: Literal["token-mean", "seq-mean", "constant"] = "token-mean"
+    """average the policy loss over all tokens (token-mean); over trajectories, each with the same
+    weight (seq-mean); or over trajectories, each token with the same weight (constant: Dr. GRPO)
+    [paper: seq-mean]"""
     ppo_epochs: int = 1  # passes over each step's trajectories [paper: 1]
 
     def num_optimizer_steps(self, num_rows: int) -> int:
@@ -312,6 +319,7 @@ USED_BY = {
     "critic_learning_rate": CRITIC_ALGORITHMS,
     "value_clip": CRITIC_ALGORITHMS,
     "skip_zero_variance": GROUP_ALGORITHMS,
+    "scale_by_std": ("grpo",),
 }
 
 
@@ -348,7 +356,14 @@ class Config(RunConfig, Objective):
     reference, and continue with new adapters and a new optimizer; 0: never [paper: 0]"""
     skip_zero_variance: bool = True
     """(grpo, rloo) leave out groups whose returns are all equal: their advantages are 0;
-    ignored with --kl-coef or --normalize-per-env, where the advantages may not be 0"""
+    ignored with --kl-coef, --overlong-penalty or --normalize-per-env, because the advantages may
+    not be 0"""
+    scale_by_std: bool = True
+    """(grpo) divide advantages by the standard deviation of the group's returns; Dr. GRPO does not
+    [paper: on]"""
+    overlong_penalty: int = 0
+    """subtract up to 1 from the return of a trajectory that ends within the last N tokens of
+    --max-trajectory-tokens (DAPO); 0: off"""
     normalize_per_env: bool = False  # whiten advantages separately for each environment
     shuffle_rewards: bool = False
     """control experiment: shuffle each step's rewards, so that nothing can be learned"""
@@ -368,6 +383,11 @@ class Config(RunConfig, Objective):
         return True
 
     @property
+    def pays_within_groups(self) -> bool:
+        """Whether advantages can differ within a group of equal returns."""
+        return bool(self.kl_coef or self.overlong_penalty or self.normalize_per_env)
+
+    @property
     def trajectories_per_step(self) -> int:
         return self.tasks_per_step * self.group_size
 
@@ -383,6 +403,10 @@ class Config(RunConfig, Objective):
                 raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several values")
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
+        if self.clip_ratio_high is not None and self.clip_ratio_high < self.clip_ratio:
+            raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
+        if self.overlong_penalty > self.max_trajectory_tokens:
+            raise Misuse("--overlong-penalty must be at most --max-trajectory-tokens")
         if 0 < self.dual_clip <= 1:
             raise Misuse(f"--dual-clip {self.dual_clip} must be 0 (off) or above 1")
         if self.group_size < 2 and self.algorithm in GROUP_ALGORITHMS:
@@ -402,6 +426,9 @@ class Config(RunConfig, Objective):
             yield "steps_scaling_inter", "--rounds-scheduler is fixed"
         for name in () if self.kl_loss_coef else ("kl_estimator", "kl_clamp"):
             yield name, "--kl-loss-coef is 0"
+        if self.num_optimizer_steps(self.trajectories_per_step) == 1:
+            for name in ("clip_ratio_high", "ratio"):
+                yield name, "the only update of a step has ratio 1; lower --mini-batch-size"
         if self.mini_batch_size > (n := self.trajectories_per_step):
             yield "mini_batch_size", f"a step has only {n} trajectories"
 
@@ -607,7 +634,7 @@ POSITIVE = (
     *("steps", "tasks_per_step", "group_size", "mini_batch_size", "ppo_epochs"),
     *("max_tokens_per_micro_batch", "max_tokens_per_turn", "max_trajectory_tokens"),
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
-    *("clip_ratio", "value_clip", "max_sync_error", "save_every", "keep_last"),
+    *("clip_ratio", "clip_ratio_high", "value_clip", "max_sync_error", "save_every", "keep_last"),
     *("eval_samples", "eval_start_samples", "eval_rounds", "eval_temperatures", "lora_alpha"),
     *("max_actions_per_turn", "attempts"),
     *("samples", "limit", "env_workers"),  # of evaluate.py
@@ -617,7 +644,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),
     *("learning_rate_decay_steps", "kl_coef", "kl_loss_coef", "kl_clamp", "entropy_coef"),
-    "sft_coef",
+    *("sft_coef", "overlong_penalty"),
 )
 FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap")
 # The largest value of an option. vLLM accepts temperatures up to 2, NumPy seeds of 32 bits. A list

@@ -107,10 +107,12 @@ def policy_loss(
     denominator: float | None = None,
     is_weights: Tensor | None = None,
     dual_clip: float = 0.0,
+    clip_ratio_high: float | None = None,
+    by_sequence: bool = False,
 ) -> PolicyLoss:
     """PPO's clipped objective (arXiv 1707.06347, eq. 7) as a loss, mean over policy tokens.
 
-        J = min( ρ A, clip(ρ, 1 − ε, 1 + ε) A )
+        J = min( ρ A, clip(ρ, 1 − ε, 1 + ε′) A )
         J ← max( J, c A )  if A < 0             dual clip (arXiv 1912.09729, eq. 5)
         L = − 1/N Σₜ wₜ Jₜ
 
@@ -127,6 +129,11 @@ def policy_loss(
         denominator: policy tokens in the full mini-batch; None: count those in this call.
         is_weights: (B, T) w from `sampler_is_weights`; None: 1 everywhere.
         dual_clip: c, above 1; 0: no dual clip.
+        clip_ratio_high: ε′, usually above ε, so that unlikely tokens can become likely (DAPO, arXiv
+            2503.14476, eq. 10); None: ε.
+        by_sequence: all tokens of a row have ρ = exp( mean_t (log π − log π_old) ), so that the row
+            is clipped as a whole (GSPO, arXiv 2507.18071, eq. 7). A row must not be split between
+            calls. Its clip ratios are a thousand times smaller.
     Returns:
         PolicyLoss. NaN on a policy token gives a NaN loss, not an error.
     Raises:
@@ -144,10 +151,15 @@ def policy_loss(
     # but its gradient is 0 · inf = NaN. Selecting here blocks the gradient of all masked tokens.
     log_ratio = torch.where(mask, log_probs - old_log_probs.detach(), 0.0)  # (B, T)  log ρ
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    token_log_ratio = log_ratio.detach()  # (B, T)
+    if by_sequence:
+        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+        log_ratio = torch.where(mask, mean, 0.0)
     advantages = advantages.detach()  # (B, T)
     ratio = log_ratio.exp()  # (B, T)  ρ
     unclipped = ratio * advantages  # (B, T)
-    clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages  # (B, T)
+    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    clipped = ratio.clamp(1 - clip_ratio, 1 + high) * advantages  # (B, T)
     objective = torch.minimum(unclipped, clipped)  # (B, T)
     is_dual_clipped = (advantages < 0) & (ratio > (dual_clip or math.inf))  # (B, T)
     objective = torch.where(is_dual_clipped, dual_clip * advantages, objective)
@@ -155,9 +167,9 @@ def policy_loss(
         objective = objective * is_weights.detach()
     with torch.no_grad():
         clip_frac = masked_mean((clipped < unclipped).to(ratio.dtype), mask, denominator)
-        approx_kl = masked_mean(ratio - 1 - log_ratio, mask, denominator)
+        approx_kl = masked_mean(token_log_ratio.exp() - 1 - token_log_ratio, mask, denominator)
         dual_clip_frac = masked_mean(is_dual_clipped, mask, denominator)
-        clamp_frac = masked_mean(log_ratio.abs() >= MAX_LOG_RATIO, mask, denominator)
+        clamp_frac = masked_mean(token_log_ratio.abs() >= MAX_LOG_RATIO, mask, denominator)
     loss = -masked_mean(objective, mask, denominator)
     return PolicyLoss(loss, clip_frac, approx_kl, dual_clip_frac, clamp_frac)
 
@@ -407,6 +419,8 @@ def policy_objective(
         denominator,
         is_weights,
         objective.dual_clip,
+        objective.clip_ratio_high,
+        by_sequence=objective.ratio == "sequence",
     )
     loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
     for term in LOSS_TERMS:

@@ -46,7 +46,9 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from advantages import ESTIMATORS, whiten_per_env
+import torch
+
+from advantages import ESTIMATORS, overlong_penalty, whiten_per_env
 from batching import Batch, make_batch
 from config import Config, Misuse, Objective, checked, config_per_env
 from envs import Task, env_name, tasks_by_env
@@ -113,9 +115,8 @@ def train(config: Config) -> Run:
 
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
-                    metrics |= w.penalize_kl(batch)
-                    estimator = ESTIMATORS[c.algorithm]
-                    batch.advantages, batch.returns = estimator.estimate(batch, c.gamma, c.lam)
+                    metrics |= w.penalize_kl(batch) | w.penalize_length(batch)
+                    batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
                     if c.normalize_per_env:
                         envs = [t.env for t in usable]
                         batch.advantages = whiten_per_env(batch.advantages, batch.loss_mask, envs)
@@ -176,13 +177,13 @@ def select(
     Dropped: trajectories that were lost to the infrastructure or have no policy tokens. Algorithms
     that compare within a group also drop groups with a single member and, with
     --skip-zero-variance, groups with equal returns, because their advantages are zero. With
-    --kl-coef or --normalize-per-env they may not be zero, so these groups are kept.
+    --kl-coef, --overlong-penalty or --normalize-per-env they may not be zero, so they are kept.
     """
     usable = compared = [t for t in trajectories if t.is_valid]
     if ESTIMATORS[config.algorithm].needs_group:
         size = Counter(t.group_id for t in usable)
         usable = compared = [t for t in usable if size[t.group_id] > 1]
-        if config.skip_zero_variance and not (config.kl_coef or config.normalize_per_env):
+        if config.skip_zero_variance and not config.pays_within_groups:
             returns: dict[int, list[float]] = {}
             for t in compared:
                 returns.setdefault(t.group_id, []).append(t.total_return)
@@ -191,7 +192,7 @@ def select(
         t.used_in_loss = True
     num_tokens, all_tokens = (sum(sum(t.loss_mask) for t in ts) for ts in (usable, compared))
     share = num_tokens / max(all_tokens, 1)
-    if config.loss_agg == "seq-mean":  # the loss is a mean over trajectories
+    if config.loss_agg != "token-mean":  # the loss is a mean over trajectories
         share = len(usable) / max(len(compared), 1)
     return usable, len(compared), {"data/policy_tokens": num_tokens, "data/signal_share": share}
 
@@ -340,6 +341,17 @@ class RLWorker(Worker):
         observed = float(masked_mean(kl_estimate(old, ref, "k3"), mask))
         controller.update(observed, len(batch))
         return {"kl/coef": coef, "policy/kl": observed}
+
+    def penalize_length(self, batch: Batch) -> dict[str, float]:
+        """With --overlong-penalty, subtract it from the reward of each row's last policy token."""
+        c = self.config
+        if not c.overlong_penalty:
+            return {}
+        penalty = overlong_penalty(batch.lengths, c.max_trajectory_tokens, c.overlong_penalty)
+        positions = torch.arange(batch.loss_mask.shape[1])  # (T,)
+        last = (batch.loss_mask * positions).argmax(1)  # (B,)
+        batch.token_rewards[torch.arange(len(batch)), last] -= penalty
+        return {"data/overlong_penalty": float(penalty.mean())}
 
     def update(
         self, step: int, batch: Batch, objective: Objective, signal_share: float = 1.0

@@ -7,7 +7,7 @@
     N = policy tokens in the mini-batch, over all processes
     s = policy tokens in the batch / those in the step; the batch lacks groups with equal returns
 
-With `--loss-agg seq-mean`, all three terms are means over trajectories: `batching.seq_mean_weights`
+With `--loss-agg seq-mean`, all three terms are means over trajectories: `batching.row_weights`
 weights each token, and s counts trajectories. KL and entropy are still logged as token means.
 
     step's batch ──shuffle──> mini-batches ──cut──> micro-batches
@@ -35,7 +35,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batching import Batch, cut_micro_batches, padding_share, seq_mean_weights
+from batching import (
+    TOKENS_PER_TRAJECTORY,
+    Batch,
+    cut_micro_batches,
+    padding_share,
+    row_weights,
+)
 from config import Objective
 from losses import LossInput, imitation_loss, masked_mean, masked_sum, policy_objective, value_loss
 from run.progress import phase
@@ -228,8 +234,9 @@ def update_policy(
         b = part.to(device)
         assert b.advantages is not None
         weights = None
-        if objective.loss_agg == "seq-mean":
-            weights = seq_mean_weights(part.loss_mask, mini_batch.loss_mask).to(device)  # (B,)
+        if objective.loss_agg != "token-mean":
+            constant = TOKENS_PER_TRAJECTORY if objective.loss_agg == "constant" else None
+            weights = row_weights(part.loss_mask, mini_batch.loss_mask, constant).to(device)  # (B,)
         loss_input = LossInput(
             log_probs=log_probs,
             entropy=entropy,

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from advantages import (
     whiten,
     whiten_per_env,
 )
+from config import Config
 
 # The batch of trap 1: two trajectories of two turns. Each turn has an action of two tokens and an
 # observation of two. The first trajectory wins and gets its reward on the last action token.
@@ -204,8 +206,10 @@ def test_the_table_gives_each_estimator_what_it_needs():
     for name, (numbers, needs_group, needs_critic) in expected.items():
         estimator = ESTIMATORS[name]
         assert (estimator.needs_group, estimator.needs_critic) == (needs_group, needs_critic)
-        actual = estimator.estimate(batch, 0.9, 0.8)
+        actual = estimator.estimate(batch, replace(Config(), gamma=0.9, lam=0.8))
         assert all(torch.equal(x, y) for x, y in zip(actual, numbers, strict=True))
+    unscaled = ESTIMATORS["grpo"].estimate(batch, replace(Config(), scale_by_std=False))
+    assert torch.equal(unscaled[0], grpo(rewards, mask, groups, scale_by_std=False)[0])
 
 
 # ------------------------------------------------------------------------------------ properties
@@ -354,7 +358,7 @@ def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_ma
         token_rewards=token_rewards, values=values, loss_mask=loss_mask, group_ids=SAME_TASK
     )
     with pytest.raises(ValueError, match=message):
-        ESTIMATORS[name].estimate(batch, 1.0, 1.0)
+        ESTIMATORS[name].estimate(batch, Config())
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo])

@@ -65,21 +65,58 @@ def test_the_ppo_clip_is_one_sided_for_either_sign(ratio, advantage, loss, gradi
     assert actual.clip_frac.item() == (1.0 if gradient == 0 and advantage else 0.0), reason
 
 
+def test_the_upper_clip_ratio_moves_only_the_upper_end():
+    """DAPO: at ratio 1.25 a good token is still pushed up, and at 0.75 a bad one is clipped."""
+    for ratio, advantage, gradient in ((1.25, 2.0, -2.5), (1.3, 2.0, 0.0), (0.75, -2.0, 0.0)):
+        log_probs = log(ratio).requires_grad_()
+        advantages = torch.full((1, 1), advantage).double()
+        loss = policy_loss(log_probs, log(1.0), advantages, ones_row(1), 0.2, clip_ratio_high=0.28)
+        (slope,) = torch.autograd.grad(loss.loss, log_probs)
+        assert slope.item() == pytest.approx(gradient)
+
+
+def test_gspo_clips_a_trajectory_as_a_whole():
+    """Ratios 2 and 0.5 have the geometric mean 1, so neither token is clipped, and each has half of
+    the slope; with 2 and 2 both are."""
+    for ratios, gradient in (((2.0, 0.5, 9.0), [-0.5, -0.5, 0.0]), ((2.0, 2.0, 9.0), [0.0] * 3)):
+        log_probs = log(*ratios).requires_grad_()
+        mask = torch.tensor([[1, 1, 0]])
+        loss = policy_loss(log_probs, log(1.0, 1.0, 1.0), ones_row(3), mask, by_sequence=True).loss
+        (slopes,) = torch.autograd.grad(loss, log_probs)
+        assert slopes[0].tolist() == pytest.approx(gradient)
+
+
 # ----------------------------------------------------------------- slow loops from the papers
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.sampled_from([0.1, 0.2, 0.5]), st.booleans())
-def test_policy_loss_equals_equation_7_written_as_a_loop(seed, clip_ratio, is_weighted):
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([(0.1, None), (0.2, 0.28), (0.5, 0.5)]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_policy_loss_equals_equation_7_written_as_a_loop(seed, clip, is_weighted, by_sequence):
+    """Also with DAPO's upper clip ratio, and with GSPO's ratio of a row."""
     new, old, advantages, loss_mask = random_batch(seed)
     weights = torch.rand_like(new) * 2 if is_weighted else torch.ones_like(new)
     total, clipped, tokens = 0.0, 0, 0
+    low, high = clip[0], clip[1] or clip[0]
     for b, t in loss_mask.nonzero().tolist():
-        ratio, a = math.exp(new[b, t] - old[b, t]), advantages[b, t].item()
-        clipped_ratio = min(max(ratio, 1 - clip_ratio), 1 + clip_ratio)
+        positions = loss_mask[b].nonzero().flatten().tolist() if by_sequence else [t]
+        log_ratio = sum((new[b, i] - old[b, i]).item() for i in positions) / len(positions)
+        ratio, a = math.exp(log_ratio), advantages[b, t].item()
+        clipped_ratio = min(max(ratio, 1 - low), 1 + high)
         total -= weights[b, t].item() * min(ratio * a, clipped_ratio * a)
         clipped += clipped_ratio * a < ratio * a
         tokens += 1
     actual = policy_loss(
-        new, old, advantages, loss_mask, clip_ratio, is_weights=weights if is_weighted else None
+        new,
+        old,
+        advantages,
+        loss_mask,
+        clip[0],
+        is_weights=weights if is_weighted else None,
+        clip_ratio_high=clip[1],
+        by_sequence=by_sequence,
     )
     assert actual.loss.item() == pytest.approx(total / tokens)
     assert actual.clip_frac.item() == pytest.approx(clipped / tokens)
@@ -120,7 +157,7 @@ def test_the_value_clip_stops_only_steps_towards_the_target(value, loss, gradien
 
 
 # --------------------------------------------------------- the same result for every split
-def split_losses(batch, slices, denominator, dtype):
+def split_losses(batch, slices, denominator, dtype, by_sequence=False):
     """Loss, gradient and metrics accumulated over micro-batches of rows."""
     new, old, advantages, loss_mask = batch
     log_probs = new.clone().requires_grad_()
@@ -128,7 +165,12 @@ def split_losses(batch, slices, denominator, dtype):
     sums = torch.zeros(9, dtype=dtype)
     for s in slices:
         policy = policy_loss(
-            log_probs[s], old[s], advantages[s], loss_mask[s], denominator=denominator
+            log_probs[s],
+            old[s],
+            advantages[s],
+            loss_mask[s],
+            denominator=denominator,
+            by_sequence=by_sequence,
         )
         value = value_loss(values[s], old[s], new[s], loss_mask[s], denominator=denominator)
         kl = masked_mean(kl_estimate(log_probs[s], old[s], "k3"), loss_mask[s], denominator)
@@ -139,8 +181,8 @@ def split_losses(batch, slices, denominator, dtype):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.lists(st.integers(1, 5), max_size=4, unique=True))
-def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cuts):
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 5), max_size=4, unique=True), st.booleans())
+def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cuts, by_sequence):
     """Trap 14: with a mean per micro-batch, the memory setting would change the training."""
     batch = random_batch(seed, dtype=torch.float32)
     loss_mask = batch[3]
@@ -149,8 +191,9 @@ def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cut
     tokens = float(loss_mask.sum())
     bounds = [0, *sorted(cuts), 6]
     slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-    expected, expected_gradient = split_losses(batch, [slice(0, 6)], tokens, torch.float32)
-    actual, actual_gradient = split_losses(batch, slices, tokens, torch.float32)
+    whole = [slice(0, 6)]
+    expected, expected_gradient = split_losses(batch, whole, tokens, torch.float32, by_sequence)
+    actual, actual_gradient = split_losses(batch, slices, tokens, torch.float32, by_sequence)
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-6, rtol=1e-6)
     assert actual[-1].item() == pytest.approx(1.0)

@@ -6,6 +6,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from toy_env import (
     write_ids,
 )
 
+from batching import make_batch
 from config import Config
 from engines import EngineError, TransformersEngine
 from envclient import EnvPool
@@ -260,12 +262,27 @@ def test_the_signal_share_is_relative_to_the_trajectories_that_were_compared():
     assert metrics == {"data/policy_tokens": 30, "data/signal_share": 30 / 100}
     _, _, metrics = select(trajectories, Config(loss_agg="seq-mean"))
     assert metrics == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
-    for changes in ({"skip_zero_variance": False}, {"kl_coef": 0.1}, {"normalize_per_env": True}):
+    _, _, metrics = select(trajectories, Config(loss_agg="constant"))
+    assert metrics["data/signal_share"] == 2 / 4
+    keeping = ("kl_coef", 0.1), ("normalize_per_env", True), ("overlong_penalty", 9)
+    for changes in ({"skip_zero_variance": False}, *({name: value} for name, value in keeping)):
         usable, _, metrics = select(trajectories, Config(**changes))
         assert usable == mixed_group + equal_group and metrics["data/signal_share"] == 1.0
     usable, num_compared, metrics = select(trajectories, Config(algorithm="ppo"))
     assert usable == [*mixed_group, *equal_group, single] and metrics["data/signal_share"] == 1.0
     assert num_compared == 5
+
+
+def test_the_penalty_for_length_is_paid_on_the_last_policy_token():
+    trajectories = [make_trajectory(0, 1.0, num_tokens=n) for n in (6, 9)]
+    batch = make_batch(trajectories, pad_id=0)
+    batch.loss_mask[:, -1] = 0
+    rewards = batch.token_rewards.clone()
+    worker = SimpleNamespace(config=Config(overlong_penalty=4, max_trajectory_tokens=10))
+    metrics = RLWorker.penalize_length(worker, batch)
+    assert (batch.token_rewards - rewards).nonzero().tolist() == [[1, 7]]
+    assert batch.token_rewards[1, 7] == rewards[1, 7] - 0.75
+    assert metrics == {"data/overlong_penalty": 0.375}
 
 
 def test_returns_that_differ_only_by_rounding_give_no_signal():
