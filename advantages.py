@@ -8,6 +8,8 @@ it unchanged. An *estimator* computes these numbers. It subtracts a baseline fro
     grpo                 mean return of the task's group     DeepSeekMath arXiv 2402.03300
     rloo                 mean return of the *other* samples  RLOO         arXiv 2402.14740
     reinforce_plus_plus  mean over the whole batch           REINFORCE++  arXiv 2501.03262
+    gigpo                grpo, and per turn the mean return from the same state
+                                                             GiGPO        arXiv 2505.10978
 
 In a multi-turn trajectory, tokens of the policy and of the environment alternate:
 
@@ -153,6 +155,30 @@ def gae(
 
 
 @torch.no_grad()
+def gae_by_turn(
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GAE with turns as time steps (--gae-unit turn): V is read before a turn's first token, and
+    all tokens of the turn get its advantage. With λ < 1 by token, little is left of what happens a
+    hundred tokens later; by turn, gamma and λ count decisions.
+
+    Args, Returns, Raises: as for `gae`; gamma and λ are per turn.
+    """
+    mask = _check(token_rewards, loss_mask, values=values)
+    first, spread = _turns(mask)
+    rewards = _turn_sums(token_rewards, mask)
+    advantages, returns = (spread(x) for x in gae(rewards, values, first, gamma, lam, whiten=False))
+    if whiten:
+        advantages = _whiten(advantages.double(), mask).float()
+    return advantages, returns
+
+
+@torch.no_grad()
 def grpo(
     token_rewards: Tensor,
     loss_mask: Tensor,
@@ -212,6 +238,71 @@ def rloo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> tuple[T
     advantage = trajectory_return - baseline  # (B,)
     advantage[_group_is_constant(siblings, trajectory_return)] = 0.0
     return _on_policy_tokens(advantage, mask), _on_policy_tokens(trajectory_return, mask)
+
+
+@torch.no_grad()
+def gigpo(
+    token_rewards: Tensor,
+    loss_mask: Tensor,
+    group_ids: Tensor,
+    anchor_ids: Tensor,
+    gamma: float = 1.0,
+    weight: float = 1.0,
+    epsilon: float = 1e-6,
+    scale_by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GRPO's advantage plus one for each turn (GiGPO, arXiv 2505.10978, eq. 6 to 9). The samples of
+    a group often pass through the same states. What a turn did there is compared with what the
+    group's other turns did in the same state:
+
+        R_k = Σ_{j ≥ k} γ^(j−k) r_j                 return from turn k on
+        Â   = Â_grpo + w (R_k − mean R) / (std R + ε)      over the group's turns from that state
+
+    A turn that is alone in its state, or whose state led to equal returns, gets only Â_grpo.
+
+    Args:
+        token_rewards, loss_mask, group_ids, epsilon, scale_by_std: as for `grpo`.
+        anchor_ids: (B, T) int64; tokens of turns that began in the same state have the same number.
+        gamma: γ, per turn.
+        weight: w.
+    Returns, Raises: as for `grpo`.
+    """
+    advantages, returns = grpo(token_rewards, loss_mask, group_ids, epsilon, scale_by_std)
+    mask = _check(token_rewards, loss_mask, anchor_ids=anchor_ids)
+    first, spread = _turns(mask)
+    rewards = _turn_sums(token_rewards, mask).double()
+    later = torch.zeros_like(rewards[:, 0])  # (B,)  R of the next turn
+    from_turn = torch.zeros_like(rewards)  # (B, T)  R, at the first token of each turn
+    for t in reversed(range(rewards.shape[1])):
+        from_turn[:, t] = torch.where(first[:, t], rewards[:, t] + gamma * later, 0.0)
+        later = torch.where(first[:, t], from_turn[:, t], later)
+    _, same_state = torch.unique(
+        torch.stack([group_ids[:, None].expand_as(anchor_ids)[first], anchor_ids[first]]),
+        dim=1,
+        return_inverse=True,
+    )  # (S,)  number of the state of each turn
+    x, count = from_turn[first], torch.bincount(same_state)  # (S,), (number of states,)
+
+    def mean_by_state(values: Tensor, divisor: Tensor) -> Tensor:
+        sums = values.new_zeros(len(count)).scatter_add(0, same_state, values)
+        return (sums / divisor.clamp(min=1))[same_state]
+
+    deviation = x - mean_by_state(x, count)  # (S,)
+    deviation[deviation.abs() <= 1e-7 + 1e-6 * x.abs()] = 0.0  # float32 rounding
+    if scale_by_std:
+        deviation /= mean_by_state(deviation.square(), count - 1).sqrt() + epsilon
+    from_turn[first] = deviation
+    return advantages + weight * spread(from_turn).float(), returns
+
+
+def anchored_share(loss_mask: Tensor, group_ids: Tensor, anchor_ids: Tensor) -> float:
+    """Share of turns that another turn of the group can be compared with, 0..1."""
+    first, _ = _turns(loss_mask.bool())
+    groups = group_ids[:, None].expand_as(anchor_ids)[first]
+    _, state, count = torch.unique(
+        torch.stack([groups, anchor_ids[first]]), dim=1, return_inverse=True, return_counts=True
+    )
+    return float((count[state] > 1).double().mean())
 
 
 @torch.no_grad()
@@ -287,6 +378,27 @@ def _whiten(x: Tensor, mask: Tensor) -> Tensor:
         return torch.zeros_like(x)
     variance, mean = torch.var_mean(policy, correction=1)
     return torch.where(mask, (x - mean) / (variance + 1e-8).sqrt(), 0.0)  # (B, T)
+
+
+def _turns(mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The first token of each turn, (B, T) bool, and a function that gives all tokens of a turn the
+    number at its first token. Between two turns is at least one token of another author."""
+    first = mask.clone()
+    first[:, 1:] &= ~mask[:, :-1]
+    start = _turn_starts(first)
+    return first, lambda x: torch.where(mask, x.gather(1, start), 0.0)
+
+
+def _turn_starts(first: Tensor) -> Tensor:
+    """(B, T) int64: the column of the latest first token at or before each column."""
+    columns = torch.arange(first.shape[1], device=first.device).expand_as(first)
+    return torch.where(first, columns, 0).cummax(1).values
+
+
+def _turn_sums(token_rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B, T): the sum of each turn's rewards on its first token, 0 elsewhere."""
+    first, _ = _turns(mask)
+    return torch.zeros_like(token_rewards).scatter_add(1, _turn_starts(first), token_rewards)
 
 
 def _same_group(group_ids: Tensor, mask: Tensor) -> Tensor:
@@ -370,11 +482,21 @@ ESTIMATORS = {
         needs_group=True,
     ),
     "ppo": Estimator(
-        lambda b, c: gae(b.token_rewards, b.values, b.loss_mask, c.gamma, c.lam),
+        lambda b, c: (gae_by_turn if c.gae_unit == "turn" else gae)(
+            b.token_rewards, b.values, b.loss_mask, c.gamma, c.lam
+        ),
         needs_critic=True,
     ),
     "rloo": Estimator(
         lambda b, c: rloo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
+    ),
+    "gigpo": Estimator(
+        lambda b, c: gigpo(
+            *(b.token_rewards, b.loss_mask, b.group_ids, b.anchor_ids),
+            *(c.gamma, c.gigpo_weight),
+            scale_by_std=c.scale_by_std,
+        ),
+        needs_group=True,
     ),
     "reinforce_plus_plus": Estimator(
         lambda b, c: reinforce_plus_plus(b.token_rewards, b.loss_mask, c.gamma)

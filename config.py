@@ -312,14 +312,15 @@ class RunConfig(UpdateOptions):
 
 
 # Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
-GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo"), ("ppo",)
+GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo", "gigpo"), ("ppo",)
 USED_BY = {
-    "gamma": ("ppo", "reinforce_plus_plus"),
+    "gamma": ("ppo", "reinforce_plus_plus", "gigpo"),
+    "gigpo_weight": ("gigpo",),
     "lam": ("ppo",),
     "critic_learning_rate": CRITIC_ALGORITHMS,
     "value_clip": CRITIC_ALGORITHMS,
     "skip_zero_variance": GROUP_ALGORITHMS,
-    "scale_by_std": ("grpo",),
+    "scale_by_std": ("grpo", "gigpo"),
 }
 
 
@@ -331,8 +332,13 @@ class Config(RunConfig, Objective):
     program: ClassVar[str] = "train.py"
 
     # The algorithm
-    algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus", "gigpo"] = "grpo"
     """advantage estimator; ppo also trains a critic [paper: grpo]"""
+    gae_unit: Literal["token", "turn"] = "token"
+    """(ppo) what a time step is: with turn, all tokens of a turn have the same advantage, and
+    --gamma and --lam are per turn"""
+    gigpo_weight: float = 1.0
+    """(gigpo) weight of the comparison between turns that began in the same state"""
     rounds_scheduler: Literal["fixed", "scaling_inter_stepwise", "stepwise"] = "fixed"
     """fixed: keep the same horizon; scaling_inter_stepwise: move to the next value of --rounds
     every --steps-scaling-inter steps; stepwise: the same, but they may decrease (a control
@@ -385,7 +391,8 @@ class Config(RunConfig, Objective):
     @property
     def pays_within_groups(self) -> bool:
         """Whether advantages can differ within a group of equal returns."""
-        return bool(self.kl_coef or self.overlong_penalty or self.normalize_per_env)
+        by_turn = self.algorithm == "gigpo"
+        return bool(by_turn or self.kl_coef or self.overlong_penalty or self.normalize_per_env)
 
     @property
     def trajectories_per_step(self) -> int:
@@ -405,6 +412,8 @@ class Config(RunConfig, Objective):
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.clip_ratio_high is not None and self.clip_ratio_high < self.clip_ratio:
             raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
+        if self.gae_unit == "turn" and not self.needs_critic:
+            raise Misuse("--gae-unit turn needs --algorithm ppo")
         if self.overlong_penalty > self.max_trajectory_tokens:
             raise Misuse("--overlong-penalty must be at most --max-trajectory-tokens")
         if 0 < self.dual_clip <= 1:
@@ -644,7 +653,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),
     *("learning_rate_decay_steps", "kl_coef", "kl_loss_coef", "kl_clamp", "entropy_coef"),
-    *("sft_coef", "overlong_penalty"),
+    *("sft_coef", "overlong_penalty", "gigpo_weight"),
 )
 FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap")
 # The largest value of an option. vLLM accepts temperatures up to 2, NumPy seeds of 32 bits. A list

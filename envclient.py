@@ -8,7 +8,7 @@ like a Gymnasium environment whose action is the full text that the model wrote:
     ...     first_observation = client.reset(task_index=31)
     ...     client.step("Thought: I would rather fly.\\nAction: fly")
     StepResult(observation='Could not execute fly', reward=0.0, terminated=False, truncated=False, \
-info={'success': False, 'score': 0.0, 'failed': True})
+info={'success': False, 'score': 0.0, 'anchor': '', 'failed': True})
 
 When something goes wrong, the question is: *could the policy have caused it?* If its text is too
 long or contains no action, the policy gets reward 0 and an observation that explains the mistake,

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from advantages import ESTIMATORS, overlong_penalty, whiten_per_env
+from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
 from batching import Batch, make_batch
 from config import Config, Misuse, Objective, checked, config_per_env
 from envs import Task, env_name, tasks_by_env
@@ -117,6 +117,11 @@ def train(config: Config) -> Run:
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch) | w.penalize_length(batch)
                     batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
+                    if c.algorithm == "gigpo":
+                        assert batch.anchor_ids is not None
+                        metrics["data/anchored_share"] = anchored_share(
+                            batch.loss_mask, batch.group_ids, batch.anchor_ids
+                        )
                     if c.normalize_per_env:
                         envs = [t.env for t in usable]
                         batch.advantages = whiten_per_env(batch.advantages, batch.loss_mask, envs)

@@ -64,6 +64,7 @@ class Turn:
     observation_text: str = ""  # empty if the observation did not fit into the token budget
     reward: float = 0.0  # of this turn only
     parse_error: str | None = None
+    anchor: str | None = None  # the state after the turn, if the environment reports it
     kind: str = "act"  # or "plan" or "reflect", which no environment answers (agents.py)
     generate_s: float = 0.0
     env_s: float = 0.0

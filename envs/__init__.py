@@ -28,13 +28,14 @@ class has these members:
     close()
 
 `reward` is the reward of this turn. After every step, the rewards of an episode sum to 0..1, and
-`info["success"]` tells whether the task is solved. `info["failed"]`, which may be missing, tells
-that the action had no effect; later actions of the same turn are then not played. A <think> ...
-</think> in the policy's text is cut off before parse reads it. Optional members are the fields of
-`Settings`, in capitals; NAME; TOOLS and RULES, which are the actions as functions and the rest of
-the prompt (formats.py); the class methods open_shared() and close_shared(), for resources that all
-sessions share; and the static method variant(), which returns a text with the options and simulator
-version that affect what the agent reads. A trainer imports the class on a machine that may lack the
+`info["success"]` tells whether the task is solved. Two more entries of `info` are optional:
+"failed", if the action had no effect, so that later actions of the same turn are not played; and
+"anchor", a short text that names the state, for --algorithm gigpo. A <think> ... </think> in the
+policy's text is cut off before parse reads it. Optional members are the fields of `Settings`, in
+capitals; NAME; TOOLS and RULES, which are the actions as functions and the rest of the prompt
+(formats.py); the class methods open_shared() and close_shared(), for resources that all sessions
+share; and the static method variant(), which returns a text with the options and simulator version
+that affect what the agent reads. A trainer imports the class on a machine that may lack the
 simulator, so import the simulator only where it is used.
 
     >>> tasks = load_tasks("textcraft", split="test", subtasks=("depth 1",))

@@ -1,6 +1,7 @@
 """advantages.py: examples worked out on paper, slow loops, and properties of random batches."""
 
 import math
+import re
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 
 from advantages import (
     ESTIMATORS,
+    anchored_share,
     gae,
+    gae_by_turn,
+    gigpo,
     grpo,
     reinforce_plus_plus,
     rloo,
@@ -184,6 +188,60 @@ def slow_estimates(token_rewards, values, loss_mask, group_ids, gamma):
     return {name: tuple(torch.tensor(x) for x in pair) for name, pair in pairs.items()}
 
 
+def turns_in(mask):
+    """[start, end) of each run of ones."""
+    text = "".join(str(int(m)) for m in mask)
+    return [match.span() for match in re.finditer("1+", text)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(batches(), st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.7]), st.data())
+def test_turn_level_estimators_equal_loops_over_turns(batch, gamma, lam, data):
+    rewards, values, mask, groups = batch
+    number = st.integers(0, 1)
+    starts = {(b, s): data.draw(number) for b, row in enumerate(mask) for s, _ in turns_in(row)}
+    anchors = torch.zeros_like(mask)
+    turns = []  # (row, start, end, return from here, advantage of GAE, V)
+    for b, row in enumerate(mask):
+        spans = turns_in(row)
+        r = [rewards[b, s:e].sum().item() for s, e in spans]
+        v = [values[b, s].item() for s, _ in spans] + [0.0]
+        delta = [r[k] + gamma * v[k + 1] - v[k] for k in range(len(r))]
+        for k, (s, e) in enumerate(spans):
+            anchors[b, s:e] = starts[b, s]
+            later = range(k, len(r))
+            to_go = sum(gamma ** (j - k) * r[j] for j in later)
+            a = sum((gamma * lam) ** (j - k) * delta[j] for j in later)
+            turns.append((b, s, e, to_go, a, v[k]))
+    by_turn = torch.zeros_like(rewards)
+    targets, same_state = by_turn.clone(), by_turn.clone()
+    for b, s, e, to_go, a, v in turns:
+        peers = [t[3] for t in turns if groups[t[0]] == groups[b] and starts[t[:2]] == starts[b, s]]
+        spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
+        by_turn[b, s:e], targets[b, s:e] = a, a + v
+        if max(peers) - min(peers) > 1e-6:
+            same_state[b, s:e] = (to_go - statistics.mean(peers)) / (spread + 1e-6)
+    actual, returns = gae_by_turn(rewards, values, mask, gamma, lam, whiten=False)
+    assert_close(actual, by_turn)
+    assert_close(returns, targets)
+    whitened, _ = gae_by_turn(rewards, values, mask, gamma, lam)
+    assert_close(whitened, whiten(by_turn, mask), tolerance=1e-3)
+    plain, _ = grpo(rewards, mask, groups)
+    assert_close(gigpo(rewards, mask, groups, anchors, gamma)[0], plain + same_state, 2e-4)
+    assert torch.equal(gigpo(rewards, mask, groups, anchors, gamma, weight=0.0)[0], plain)
+
+
+def test_gigpo_by_hand():
+    """Both samples pass through state 5 in their second turn; the first wins from there. Their
+    first turns began in the same state, too, the third turn of the loser is alone in its state."""
+    rewards = torch.tensor([[0.0, 0, 0, 1.0, 0, 0], [0.0, 0, 0, 0, 0, 0.0]])
+    mask = torch.tensor([[1, 0, 1, 1, 0, 0], [1, 0, 1, 0, 1, 1]])
+    anchors = torch.tensor([[0, 0, 5, 5, 0, 0], [0, 0, 5, 0, 7, 7]])
+    advantages, _ = gigpo(rewards, mask, SAME_TASK, anchors, scale_by_std=False)
+    assert advantages.tolist() == [[1.0, 0, 1.0, 1.0, 0, 0], [-1.0, 0, -1.0, 0, -0.5, -0.5]]
+    assert anchored_share(mask, SAME_TASK, anchors) == 4 / 5
+
+
 @settings(deadline=None, max_examples=80)
 @given(batches(), st.sampled_from([1.0, 0.9, 0.0]))
 def test_every_estimator_equals_the_sums_it_is_defined_by(batch, gamma):
@@ -195,8 +253,11 @@ def test_every_estimator_equals_the_sums_it_is_defined_by(batch, gamma):
 
 def test_the_table_gives_each_estimator_what_it_needs():
     rewards, values, mask, groups = REWARDS, torch.rand(2, 8), LOSS_MASK, SAME_TASK
+    anchors = torch.tensor([[0, 0, 1, 1, 2, 2, 2, 2]]).expand(2, 8)
     batch = SimpleNamespace(token_rewards=rewards, values=values, loss_mask=mask, group_ids=groups)
+    batch.anchor_ids = anchors
     expected = {
+        "gigpo": (gigpo(rewards, mask, groups, anchors, 0.9), True, False),
         "grpo": (grpo(rewards, mask, groups), True, False),
         "ppo": (gae(rewards, values, mask, 0.9, 0.8), False, True),
         "rloo": (rloo(rewards, mask, groups), True, False),
@@ -357,6 +418,7 @@ def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_ma
     batch = SimpleNamespace(
         token_rewards=token_rewards, values=values, loss_mask=loss_mask, group_ids=SAME_TASK
     )
+    batch.anchor_ids = torch.zeros_like(loss_mask)
     with pytest.raises(ValueError, match=message):
         ESTIMATORS[name].estimate(batch, Config())
 

@@ -48,6 +48,17 @@ TRAJECTORIES = [
 ]
 
 
+def test_a_turns_tokens_carry_the_state_in_which_it_began():
+    """The reported state; the observation, if none is reported; 0 for the start of every sample."""
+    first, second = trajectory("paaoaoa"), trajectory("paoa")
+    for turn, state in zip([*first.turns, *second.turns], ["1 log", None, "", None, None]):
+        turn.anchor, turn.observation_text = state, "Got 1 log"
+    second.turns[0].observation_text = "1 log"
+    batch = make_batch([first, second], PAD)
+    assert batch.anchor_ids is not None
+    assert batch.anchor_ids.tolist() == [[0, 0, 0, 0, 1, 0, 2], [0, 0, 0, 1, 0, 0, 0]]
+
+
 def test_two_trajectories_as_tensors():
     batch = make_batch([trajectory("ppaoaa", 3, [0.25, 0.5]), trajectory("paa", 7, [1.0])], PAD)
     assert batch.input_ids.tolist() == [[40, 41, 42, 43, 44, 45], [80, 81, 82, PAD, PAD, PAD]]

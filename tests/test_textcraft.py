@@ -139,8 +139,9 @@ def test_a_solved_task_word_for_word():
     }.items():
         failure_info = {"success": False, "score": 0.0}
         failure_info |= {"failed": True} if observation.startswith("Could not") else {}
+        failure_info["anchor"] = "5 crimson_stem" if "5 crimson" in action else ""
         assert env.step(action) == (observation, 0.0, False, False, failure_info)
-    success_info = {"success": True, "score": 1.0}
+    success_info = {"success": True, "score": 1.0, "anchor": "3 crimson_hyphae, 1 crimson_stem"}
     result = env.step("craft 3 crimson hyphae using 4 crimson stem")
     assert result == ("Crafted 3 minecraft:crimson_hyphae", 1.0, True, False, success_info)
     with pytest.raises(EpisodeEndedError):

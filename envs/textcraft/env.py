@@ -47,7 +47,7 @@ import random
 import re
 from dataclasses import dataclass, field
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from envs import Tool, Wire
 from envs.common import ANSWER, Stage, action_line, require_task, say
@@ -170,7 +170,8 @@ class TextCraft:
         self._num_turns += 1
         observation = self._act(action)
         is_solved = self._stage.is_over
-        info = {"success": is_solved, "score": float(is_solved)}
+        info: dict[str, Any] = {"success": is_solved, "score": float(is_solved)}
+        info["anchor"] = ", ".join(f"{n} {i}" for i, n in sorted(self._inventory.items()))
         if observation.startswith(("Could not ", "Wrong item format")):
             info["failed"] = True
         return observation, float(is_solved), is_solved, False, info
