@@ -321,6 +321,7 @@ USED_BY = {
     "value_clip": CRITIC_ALGORITHMS,
     "skip_zero_variance": GROUP_ALGORITHMS,
     "scale_by_std": ("grpo", "gigpo"),
+    "dynamic_sampling": GROUP_ALGORITHMS,
 }
 
 
@@ -364,6 +365,12 @@ class Config(RunConfig, Objective):
     """(grpo, rloo) leave out groups whose returns are all equal: their advantages are 0;
     ignored with --kl-coef, --overlong-penalty or --normalize-per-env, because the advantages may
     not be 0"""
+    dynamic_sampling: int = 0
+    """(grpo, rloo, gigpo) play another task for each whose samples earned equal returns, in at most
+    N more rounds of rollouts per step (DAPO); 0: off"""
+    keep_uncertain: float = 1.0
+    """train only on this share of a step's groups, those with the largest spread of returns
+    (StarPO-S); 1: on all"""
     scale_by_std: bool = True
     """(grpo) divide advantages by the standard deviation of the group's returns; Dr. GRPO does not
     [paper: on]"""
@@ -412,6 +419,10 @@ class Config(RunConfig, Objective):
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.clip_ratio_high is not None and self.clip_ratio_high < self.clip_ratio:
             raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
+        if not self.keep_uncertain:
+            raise Misuse("--keep-uncertain must be above 0")
+        if self.dynamic_sampling and self.algorithm not in GROUP_ALGORITHMS:
+            raise Misuse(f"--dynamic-sampling compares samples; {self.algorithm} does not")
         if self.gae_unit == "turn" and not self.needs_critic:
             raise Misuse("--gae-unit turn needs --algorithm ppo")
         if self.overlong_penalty > self.max_trajectory_tokens:
@@ -653,9 +664,9 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),
     *("learning_rate_decay_steps", "kl_coef", "kl_loss_coef", "kl_clamp", "entropy_coef"),
-    *("sft_coef", "overlong_penalty", "gigpo_weight"),
+    *("sft_coef", "overlong_penalty", "gigpo_weight", "dynamic_sampling"),
 )
-FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap")
+FRACTIONS = ("gamma", "lam", "max_env_failures", "stop_at", "min_gap", "keep_uncertain")
 # The largest value of an option. vLLM accepts temperatures up to 2, NumPy seeds of 32 bits. A list
 # of so many steps or episodes still fits into memory.
 TEMPERATURES = ("temperature", "eval_temperatures")

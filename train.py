@@ -43,7 +43,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ def train(config: Config) -> Run:
             requests = requests_of(step, w.tasks, config, horizons, w.task_outcomes)
             with clock("time/rollout_s"):
                 trajectories, speed = w.roll_out(requests)
+                trajectories += w.replace_tasks_without_signal(step, trajectories, horizons)
             if c.shuffle_rewards:
                 shuffle_rewards(trajectories, seed=c.seed + step)
             clock.values |= speed
@@ -173,6 +174,35 @@ def requests_of(
     return draw_requests(step, tasks, *size, c.seed, step, horizons, c.env_weights, outcomes)
 
 
+def more_requests(
+    step: int,
+    number: int,
+    count: int,
+    tasks: Sequence[Task],
+    config: Config,
+    horizons: Mapping[str, int],
+    outcomes: TaskOutcomes | None = None,
+) -> list[RolloutRequest]:
+    """Requests for `count` more tasks, in the step's `number`-th round of --dynamic-sampling. They
+    come from a stream of their own, a function of step and round, so that no later step depends on
+    how many tasks were replaced."""
+    c, t = config, (step - 1) * config.dynamic_sampling + number
+    size = c.tasks_per_step, c.group_size
+    drawn = draw_requests(t, tasks, *size, c.seed + 1, step, horizons, c.env_weights, outcomes)
+    first_group, first_sample = number * c.tasks_per_step, number * c.tasks_per_step * c.group_size
+    return [
+        replace(r, group_id=first_group + r.group_id, sample=first_sample + r.sample)
+        for r in drawn[: count * c.group_size]
+    ]
+
+
+def returns_by_group(trajectories: Sequence[RolloutHandler]) -> dict[int, list[float]]:
+    returns: dict[int, list[float]] = {}
+    for t in trajectories:
+        returns.setdefault(t.group_id, []).append(t.total_return)
+    return returns
+
+
 def select(
     trajectories: Sequence[RolloutHandler], config: Config
 ) -> tuple[list[RolloutHandler], int, dict[str, Any]]:
@@ -183,16 +213,24 @@ def select(
     that compare within a group also drop groups with a single member and, with
     --skip-zero-variance, groups with equal returns, because their advantages are zero. With
     --kl-coef, --overlong-penalty or --normalize-per-env they may not be zero, so they are kept.
+    --dynamic-sampling drops them always, and --keep-uncertain the groups with the smallest spread
+    of returns. The loss is then a mean over what remains, as if nothing else had been played.
     """
     usable = compared = [t for t in trajectories if t.is_valid]
     if ESTIMATORS[config.algorithm].needs_group:
         size = Counter(t.group_id for t in usable)
         usable = compared = [t for t in usable if size[t.group_id] > 1]
-        if config.skip_zero_variance and not config.pays_within_groups:
-            returns: dict[int, list[float]] = {}
-            for t in compared:
-                returns.setdefault(t.group_id, []).append(t.total_return)
+        returns = returns_by_group(compared)
+        may_skip = config.skip_zero_variance and not config.pays_within_groups
+        if config.dynamic_sampling or may_skip:
             usable = [t for t in compared if not are_equal(returns[t.group_id])]
+        if config.dynamic_sampling:
+            compared = usable
+    if config.keep_uncertain < 1:
+        returns = returns_by_group(usable)
+        ranked = sorted(returns, key=lambda group: -pstdev(returns[group]))
+        kept = set(ranked[: math.ceil(config.keep_uncertain * len(ranked))])
+        usable = compared = [t for t in usable if t.group_id in kept]
     for t in usable:
         t.used_in_loss = True
     num_tokens, all_tokens = (sum(sum(t.loss_mask) for t in ts) for ts in (usable, compared))
@@ -308,6 +346,24 @@ class RLWorker(Worker):
         uncertainty = fmean(self.task_outcomes.variance(task_id) for task_id in task_ids)
         self.task_outcomes.update(trajectories)
         return {"data/task_uncertainty": uncertainty}
+
+    def replace_tasks_without_signal(
+        self, step: int, trajectories: Sequence[RolloutHandler], horizons: Mapping[str, int]
+    ) -> list[RolloutHandler]:
+        """With --dynamic-sampling N, play another task for each whose samples earned the same
+        return (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds."""
+        c, more, count = self.config, list[RolloutHandler](), 0
+        latest = trajectories
+        for number in range(1, c.dynamic_sampling + 1):
+            count = sum(map(are_equal, returns_by_group(latest).values()))
+            if not count:
+                break
+            tasks = self.tasks, c, horizons, self.task_outcomes
+            latest, _ = self.roll_out(more_requests(step, number, count, *tasks))
+            more += latest
+        if more and (count := sum(map(are_equal, returns_by_group(latest).values()))):
+            distributed.say(f"step {step}: {count} tasks without signal could not be replaced")
+        return more
 
     def learning_rates(self) -> dict[str, float]:
         return super().learning_rates() | {"critic": self.config.critic_learning_rate}

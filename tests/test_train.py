@@ -28,6 +28,7 @@ from batching import make_batch
 from config import Config
 from engines import EngineError, TransformersEngine
 from envclient import EnvPool
+from envs import Task
 from models import load_policy
 from reporting import metrics
 from reporting.logs import read_log
@@ -36,7 +37,7 @@ from run import checkpoint, worker
 from run.clock import Clock
 from run.errors import OutOfMemory
 from scale.default_models import resolve_model
-from train import RLWorker, select
+from train import RLWorker, more_requests, select
 from trajectory import RolloutHandler, Turn
 
 
@@ -77,6 +78,7 @@ def run_dir(tmp_path_factory):
             eval_temperatures=(1.0, 0.3),
             record_state=True,
             task_sampling="uncertain",
+            overlong_penalty=64,
         )
     assert code == 0
     return path
@@ -125,8 +127,14 @@ def test_a_trajectory_line_has_the_tokens_and_numbers_of_training(run_dir):
     assert any(line["advantages"])
 
 
-# Logged only by sft.py, dpo.py or agentevol.py.
-OTHER_METRICS = {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"}
+# Logged only by sft.py, dpo.py or agentevol.py, or with --algorithm gigpo.
+OTHER_METRICS = {
+    "data/anchored_share",
+    "data/pairs",
+    "data/evolving",
+    "data/evolving_weight",
+    "eval/loss",
+}
 OTHER_METRICS |= {name for name in metrics.METRICS if name.startswith("preference/")}
 
 
@@ -273,6 +281,46 @@ def test_the_signal_share_is_relative_to_the_trajectories_that_were_compared():
     assert num_compared == 5
 
 
+def test_only_the_groups_with_the_largest_spread_are_kept():
+    groups = [
+        [make_trajectory(g, r) for r in returns]
+        for g, returns in enumerate(([0.0, 1.0], [0.4, 0.6], [0.5, 0.5], [0.0, 0.6]))
+    ]
+    trajectories = [t for group in groups for t in group]
+    usable, num_compared, metrics = select(trajectories, Config(keep_uncertain=0.5))
+    assert usable == groups[0] + groups[3] and num_compared == 4
+    assert metrics["data/signal_share"] == 1.0
+    usable, num_compared, metrics = select(trajectories, Config(dynamic_sampling=1))
+    assert usable == groups[0] + groups[1] + groups[3]
+    assert (num_compared, metrics["data/signal_share"]) == (6, 1.0)
+
+
+def test_tasks_without_signal_are_replaced_from_a_stream_of_their_own(capsys):
+    """Group 1 of two is dull, and so is its first replacement. The second round ends the search."""
+    c = Config(dynamic_sampling=2, tasks_per_step=2, group_size=2)
+    tasks = [Task(f"letters_{i}", i, "", "letters") for i in range(5)]
+    played = []
+
+    def roll_out(requests):
+        played.append(requests)
+        is_dull = len(played) == 1 or always_dull
+        return [
+            make_trajectory(r.group_id, float(r.sample % 2 and not is_dull)) for r in requests
+        ], 0
+
+    worker = SimpleNamespace(config=c, tasks=tasks, task_outcomes=None, roll_out=roll_out)
+    first = [make_trajectory(0, 0.0), make_trajectory(0, 1.0)]
+    first += [make_trajectory(1, 1.0), make_trajectory(1, 1.0)]
+    for always_dull in (False, True):
+        played.clear()
+        more = RLWorker.replace_tasks_without_signal(worker, 3, first, {"letters": 3})
+        assert [t.group_id for t in more] == [2, 2, 4, 4]
+        assert ("1 tasks without signal" in capsys.readouterr().out) == always_dull
+    again = more_requests(3, 2, 1, tasks, c, {"letters": 3})
+    assert played[1] == again and again[0].seed != played[0][0].seed
+    assert {r.step for r in again} == {3}
+
+
 def test_the_penalty_for_length_is_paid_on_the_last_policy_token():
     trajectories = [make_trajectory(0, 1.0, num_tokens=n) for n in (6, 9)]
     batch = make_batch(trajectories, pad_id=0)
@@ -292,6 +340,27 @@ def test_returns_that_differ_only_by_rounding_give_no_signal():
     usable, _, _ = select(equal_group + other_group, Config())
     assert [t.group_id for t in usable] == [1, 1]
     assert summarize_trajectories(equal_group)["train/groups_zero_variance"] == 1
+
+
+def test_every_modern_switch_at_once_runs_and_logs_its_share(tmp_path):
+    with serve() as url:
+        code, run_dir = run_in_process(
+            tmp_path,
+            url,
+            algorithm="gigpo",
+            gamma=0.9,
+            mini_batch_size=2,
+            clip_ratio_high=0.3,
+            ratio="sequence",
+            loss_agg="constant",
+            scale_by_std=False,
+            dynamic_sampling=1,
+            keep_uncertain=0.5,
+        )
+    lines = read_metrics(run_dir)
+    assert code == 0 and [line["policy/optimizer_steps"] for line in lines] == [1, 1]
+    assert all(0 < line["data/anchored_share"] <= 1 for line in lines)
+    assert all(line["data/signal_share"] == 1 for line in lines)
 
 
 # --- Failures: exit code 1, one line, no step lost -----------------------------------------------

@@ -42,7 +42,7 @@ def gain(returns):
     return fmean(returns[-5:]) - fmean(returns[:5])
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "rloo", "reinforce_plus_plus", "gigpo"])
 def test_the_return_rises(tmp_path, algorithm):
     """Trap 2: some estimators were never used."""
     returns = mean_returns(tmp_path, algorithm=algorithm)
