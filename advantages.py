@@ -8,6 +8,7 @@ it unchanged. An *estimator* computes these numbers. It subtracts a baseline fro
     grpo                 mean return of the task's group     DeepSeekMath arXiv 2402.03300
     rloo                 mean return of the *other* samples  RLOO         arXiv 2402.14740
     reinforce_plus_plus  mean over the whole batch           REINFORCE++  arXiv 2501.03262
+    distill              none: a teacher's opinion of each token, arXiv 2306.13649
     gigpo                grpo, and per turn the mean return from the same state
                                                              GiGPO        arXiv 2505.10978
 
@@ -331,6 +332,31 @@ def reinforce_plus_plus(
 
 
 @torch.no_grad()
+def distill(
+    log_probs: Tensor, teacher_log_probs: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """On-policy distillation (arXiv 2306.13649, with the reverse KL): RL with a reward per token.
+
+        Âₜ = log π_teacher(aₜ | sₜ) − log π(aₜ | sₜ)
+
+    The student plays, and the teacher scores the student's own tokens. In a state s, the mean of
+    −Âₜ over the student's actions is KL(π ‖ π_teacher). So the policy gradient moves the student
+    towards the teacher in the states that the student reaches. SFT on a teacher's episodes never
+    shows it the states that follow its own mistakes. A token gets no credit for the states it leads
+    to, and the environment's rewards are not used.
+
+    Args:
+        log_probs: (B, T) of the student, before the step's first update.
+        teacher_log_probs: (B, T), at the same temperature.
+        loss_mask: (B, T) of 0 and 1.
+    Returns:
+        advantages twice, (B, T) float32, 0 where loss_mask is 0.
+    """
+    reward = torch.where(loss_mask.bool(), teacher_log_probs - log_probs, 0.0).float()
+    return reward, reward
+
+
+@torch.no_grad()
 def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
     """Shift and scale x to mean 0 and unbiased standard deviation 1 over all policy tokens.
 
@@ -498,6 +524,7 @@ ESTIMATORS = {
         ),
         needs_group=True,
     ),
+    "distill": Estimator(lambda b, c: distill(b.old_log_probs, b.teacher_log_probs, b.loss_mask)),
     "reinforce_plus_plus": Estimator(
         lambda b, c: reinforce_plus_plus(b.token_rewards, b.loss_mask, c.gamma)
     ),

@@ -50,6 +50,7 @@ class Batch:
     # (B, T) float32 each; None if not computed or not needed.
     old_log_probs: torch.Tensor | None = None  # of the policy before the step's first update
     ref_log_probs: torch.Tensor | None = None  # of the frozen reference
+    teacher_log_probs: torch.Tensor | None = None  # with --algorithm distill
     values: torch.Tensor | None = None  # of the critic before the step's first update
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None

@@ -333,8 +333,12 @@ class Config(RunConfig, Objective):
     program: ClassVar[str] = "train.py"
 
     # The algorithm
-    algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus", "gigpo"] = "grpo"
-    """advantage estimator; ppo also trains a critic [paper: grpo]"""
+    algorithm: Literal["grpo", "ppo", "rloo", "reinforce_plus_plus", "gigpo", "distill"] = "grpo"
+    """advantage estimator; ppo also trains a critic; distill learns from --teacher instead of
+    rewards [paper: grpo]"""
+    teacher: str | None = None
+    """(distill) checkpoint folder or hub id of a model with the same tokenizer, which scores the
+    policy's own tokens"""
     gae_unit: Literal["token", "turn"] = "token"
     """(ppo) what a time step is: with turn, all tokens of a turn have the same advantage, and
     --gamma and --lam are per turn"""
@@ -419,6 +423,8 @@ class Config(RunConfig, Objective):
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.clip_ratio_high is not None and self.clip_ratio_high < self.clip_ratio:
             raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
+        if (self.algorithm == "distill") != (self.teacher is not None):
+            raise Misuse("--algorithm distill and --teacher need each other")
         if not self.keep_uncertain:
             raise Misuse("--keep-uncertain must be above 0")
         if self.dynamic_sampling and self.algorithm not in GROUP_ALGORITHMS:
@@ -699,6 +705,8 @@ def checked(config: Options) -> Options:
             if not Path(start).is_dir():
                 raise Misuse(f"--warm-start {start} is not auto, never, or a folder")
             check_model(start, "--warm-start")
+        if teacher := getattr(config, "teacher", None):
+            check_model(teacher, "--teacher")
         check_length(config.model, config.max_trajectory_tokens + 1)
         config = with_absolute_paths(config)
     if config.resume:
@@ -960,9 +968,9 @@ def with_absolute_paths(config: Options) -> Options:
     for name in ("tasks", "eval_tasks"):
         if (file := getattr(config, name)) is not None:
             changes[name] = envs.name_of_list(config.env, file)
-    for name in ("model", "warm_start"):
-        folder = getattr(config, name)
-        if folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).is_dir():
+    for name in ("model", "warm_start", "teacher"):
+        folder = getattr(config, name, None)
+        if folder and folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).is_dir():
             # Resolve links: checkpoints/best of a run that continues can point elsewhere later.
             changes[name] = os.path.realpath(folder)
     for name in FILE_OPTIONS:

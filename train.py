@@ -50,7 +50,7 @@ import torch
 
 from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
 from batching import Batch, make_batch
-from config import Config, Misuse, Objective, checked, config_per_env
+from config import Config, Misuse, Objective, checked, config_per_env, value_errors_as_misuse
 from envs import Task, env_name, tasks_by_env
 from losses import (
     KLController,
@@ -58,7 +58,7 @@ from losses import (
     kl_penalized_rewards,
     masked_mean,
 )
-from models import load_critic, load_policy
+from models import load_critic, load_policy, load_tokenizer
 from reporting.metrics import by_env, summarize_trajectories
 from rollout import RolloutRequest, TaskOutcomes, draw_requests, num_epochs
 from run import rundir
@@ -69,6 +69,7 @@ from run.session import StopRequests, is_due, open_session
 from run.session import command_line as run_command
 from run.worker import Worker
 from scale import distributed
+from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
 from schedulers import make_scheduler
 from trajectory import RolloutHandler, are_equal
@@ -118,6 +119,9 @@ def train(config: Config) -> Run:
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch) | w.penalize_length(batch)
                     batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
+                    if c.teacher:
+                        gap = masked_mean(batch.advantages, batch.loss_mask)
+                        metrics["policy/teacher_kl"] = -float(gap)
                     if c.algorithm == "gigpo":
                         assert batch.anchor_ids is not None
                         metrics["data/anchored_share"] = anchored_share(
@@ -276,6 +280,7 @@ class RLWorker(Worker):
     """A worker that scores trajectories and learns from advantages. It adds
 
         critic         for PPO: predicts the return after each token
+        teacher        for distillation: scores the policy's tokens
         reference      a frozen copy of the initial policy; with LoRA, the policy without its
                        adapters, so --reset-adapter-every moves it
         schedulers     one per environment: how many turns the agent may take at step t
@@ -316,6 +321,14 @@ class RLWorker(Worker):
         self.critic: Learner | None = None
         if c.needs_critic:
             self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
+        self.teacher: Any = None
+        if c.teacher:
+            path = resolve_model(c.teacher)
+            with value_errors_as_misuse():
+                if load_tokenizer(path).get_vocab() != self.tokenizer.get_vocab():
+                    raise Misuse(f"--teacher {c.teacher} has another tokenizer than the policy")
+                teacher = load_policy(path, c.share_prefix).eval()
+            self.teacher = distributed.shard(self.accelerator, teacher.requires_grad_(False))
         self.policy.model.resets_adapters = bool(c.reset_adapter_every)
         self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
         self.reference: Any = None
@@ -381,8 +394,10 @@ class RLWorker(Worker):
         c, policy, device = self.config, self.policy.model, self.device
         self.sleep_sampler()
         with phase("log-probs"):
-            if c.kl_coef or objective.num_optimizer_steps(len(batch)) > 1:
+            if c.kl_coef or c.teacher or objective.num_optimizer_steps(len(batch)) > 1:
                 batch.old_log_probs = score_policy(policy, batch, c, device)
+            if self.teacher is not None:
+                batch.teacher_log_probs = score_policy(self.teacher, batch, c, device)
             if self.reference is not None:
                 batch.ref_log_probs = score_policy(self.reference, batch, c, device)
             elif self.has_reference:  # LoRA: the base model without adapters needs no second copy

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from advantages import (
     ESTIMATORS,
     anchored_share,
+    distill,
     gae,
     gae_by_turn,
     gigpo,
@@ -231,6 +232,15 @@ def test_turn_level_estimators_equal_loops_over_turns(batch, gamma, lam, data):
     assert torch.equal(gigpo(rewards, mask, groups, anchors, gamma, weight=0.0)[0], plain)
 
 
+def test_distillation_rewards_what_the_teacher_finds_likelier_than_the_student():
+    student, teacher = (
+        torch.tensor([[0.5, 0.25, math.nan]]).log(),
+        torch.tensor([[0.25, 0.5, 1]]).log(),
+    )
+    advantages, _ = distill(student, teacher, torch.tensor([[1, 1, 0]]))
+    assert_close(advantages, torch.tensor([[-math.log(2), math.log(2), 0.0]]))
+
+
 def test_gigpo_by_hand():
     """Both samples pass through state 5 in their second turn; the first wins from there. Their
     first turns began in the same state, too, the third turn of the loser is alone in its state."""
@@ -256,7 +266,9 @@ def test_the_table_gives_each_estimator_what_it_needs():
     anchors = torch.tensor([[0, 0, 1, 1, 2, 2, 2, 2]]).expand(2, 8)
     batch = SimpleNamespace(token_rewards=rewards, values=values, loss_mask=mask, group_ids=groups)
     batch.anchor_ids = anchors
+    batch.old_log_probs, batch.teacher_log_probs = values, 2 * values
     expected = {
+        "distill": (distill(values, 2 * values, mask), False, False),
         "gigpo": (gigpo(rewards, mask, groups, anchors, 0.9), True, False),
         "grpo": (grpo(rewards, mask, groups), True, False),
         "ppo": (gae(rewards, values, mask, 0.9, 0.8), False, True),
@@ -399,7 +411,7 @@ def test_token_rewards_sum_to_the_return_and_are_valid_for_an_estimator(turns):
 
 
 # ------------------------------------------------------------------------------------ bad inputs
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS.keys() - {"distill"})  # which reads no rewards
 @pytest.mark.parametrize(
     ("token_rewards", "loss_mask", "message"),
     [

@@ -221,6 +221,8 @@ MISUSE = {
     "--group-size 1": "--group-size 1",
     "--algorithm gigpo --group-size 1": "--group-size 1: gigpo compares samples",
     "--gae-unit turn": "--gae-unit turn needs --algorithm ppo",
+    "--algorithm distill": "--algorithm distill and --teacher need each other",
+    "--algorithm distill --teacher nowhere": "--teacher",
     "--keep-uncertain 0": "--keep-uncertain must be above 0",
     "--algorithm ppo --dynamic-sampling 2": "--dynamic-sampling compares samples; ppo does not",
     "--clip-ratio-high 0.1": "--clip-ratio-high 0.1 is below --clip-ratio",

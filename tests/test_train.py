@@ -127,14 +127,9 @@ def test_a_trajectory_line_has_the_tokens_and_numbers_of_training(run_dir):
     assert any(line["advantages"])
 
 
-# Logged only by sft.py, dpo.py or agentevol.py, or with --algorithm gigpo.
-OTHER_METRICS = {
-    "data/anchored_share",
-    "data/pairs",
-    "data/evolving",
-    "data/evolving_weight",
-    "eval/loss",
-}
+# Logged only by sft.py, dpo.py or agentevol.py, or with --algorithm gigpo or distill.
+OTHER_METRICS = {"data/pairs", "data/evolving", "data/evolving_weight", "eval/loss"}
+OTHER_METRICS |= {"data/anchored_share", "policy/teacher_kl"}
 OTHER_METRICS |= {name for name in metrics.METRICS if name.startswith("preference/")}
 
 
@@ -361,6 +356,21 @@ def test_every_modern_switch_at_once_runs_and_logs_its_share(tmp_path):
     assert code == 0 and [line["policy/optimizer_steps"] for line in lines] == [1, 1]
     assert all(0 < line["data/anchored_share"] <= 1 for line in lines)
     assert all(line["data/signal_share"] == 1 for line in lines)
+
+
+def test_a_teacher_equal_to_the_student_teaches_nothing_and_another_tokenizer_is_refused(
+    tmp_path, capsys
+):
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url, algorithm="distill", teacher="tiny", steps=1)
+        (line,) = read_metrics(run_dir)
+        assert code == 0 and abs(line["policy/teacher_kl"]) < 1e-6
+        capsys.readouterr()
+        settings = {"algorithm": "distill", "teacher": "recipes/starts/tiny-babyai", "steps": 1}
+        (tmp_path / "other").mkdir()
+        code, _ = run_in_process(tmp_path / "other", url, **settings)
+    assert code == 2
+    assert_one_line(capsys.readouterr().err, "has another tokenizer than the policy")
 
 
 # --- Failures: exit code 1, one line, no step lost -----------------------------------------------

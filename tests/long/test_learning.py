@@ -52,3 +52,14 @@ def test_the_return_rises(tmp_path, algorithm):
 def test_nothing_is_learned_from_shuffled_rewards(tmp_path):
     returns = mean_returns(tmp_path, algorithm="grpo", shuffle_rewards=True)
     assert abs(gain(returns)) < MARGIN / 2, [round(r, 2) for r in returns]
+
+
+def test_a_student_learns_from_a_teacher_on_its_own_turns(tmp_path):
+    """The teacher is the result of a run with rewards; the student sees none."""
+    (tmp_path / "student").mkdir()
+    mean_returns(tmp_path, algorithm="grpo")
+    teacher = str(tmp_path / "run/checkpoints/step_000020")
+    returns = mean_returns(tmp_path / "student", algorithm="distill", teacher=teacher)
+    kl = [line["policy/teacher_kl"] for line in read_metrics(tmp_path / "student/run")]
+    assert gain(returns) > MARGIN, [round(r, 2) for r in returns]
+    assert fmean(kl[-5:]) < fmean(kl[:5]) / 2, [round(x, 2) for x in kl]
