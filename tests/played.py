@@ -12,9 +12,9 @@ import random
 import sys
 from pathlib import Path
 
+from agents import take_result
 from envclient import NotSupported
 from envs import load_tasks
-from rollout import take_result
 from run.files import write_text
 from trajectory import Trajectory, Turn
 from viewer.play import Environments

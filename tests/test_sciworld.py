@@ -147,7 +147,9 @@ def test_a_solved_task_word_for_word(env):
     )
 
     def turn(observation, reward, score):
-        return observation, reward, score == 100, False, {"success": score == 100, "score": score}
+        info = {"success": score == 100, "score": score}
+        failed = {"failed": True} if observation == NOT_UNDERSTOOD else {}
+        return observation, reward, score == 100, False, info | failed
 
     episode = {
         "go to outside": turn(NOT_UNDERSTOOD, 0, 0),

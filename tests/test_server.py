@@ -133,7 +133,8 @@ def test_answers_also_have_the_fields_that_our_client_reads(client):
     response = client.post("/step", content=b'{"id": 0, "action": "\\ud800"}', headers=JSON)
     assert response.json()["observation"] == "Could not execute \ud800"
     step = client.post("/step", json={"id": session_id, "action": oracle["action"]}).json()
-    assert step["info"] == {"success": False, "score": 0} and extras.items() <= step.items()
+    assert step["info"] == {"success": False, "score": 0, "anchor": "4 crimson_stem"}
+    assert extras.items() <= step.items()
     state = client.get(f"/state?id={session_id}").json()
     assert state["inventory"] == {"crimson stem": 4} and state["num_turns"] == 2
 

@@ -74,6 +74,7 @@ class Tab:
         self.requests: set[str] = set()  # ids of the open ones of the current action
         self.num_popups = 0  # dialogs, and windows that the page tried to open, in this action
         self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
+        self.num_windows = 0  # those that came, in this action
         self.problem = ""  # why its session closes the tab
         self._loading: set[str] = set()  # ids of frames
         page.on("crash", lambda _: self.give_up())
@@ -217,10 +218,15 @@ class Session:
             await route.abort("aborted")  # the tab stays where it is
 
     def _add_tab(self, page: Any) -> None:
-        if len(self._tabs) >= MAX_TABS and not self._is_opening:
-            self._note(f"A new tab was closed, because {MAX_TABS} are open.")
-            _start(page.close())
-            return
+        if not self._is_opening:
+            self.tab.awaited_windows -= 1
+            self.tab.num_windows += 1
+            is_full = len(self._tabs) >= MAX_TABS
+            if is_full or self.tab.num_windows > 1:  # not all browsers limit a click to one window
+                reason = f"{MAX_TABS} are open" if is_full else "an action opens one"
+                self._note(f"A new tab was closed, because {reason}.")
+                _start(page.close())
+                return
         tab = Tab(page)
         self._tabs.append(tab)
         page.on("dialog", lambda dialog: self._dismiss(tab, dialog))
@@ -228,7 +234,6 @@ class Session:
         page.on("close", lambda _: self._forget(tab))
         if not self._is_opening:
             self._note(f"A new tab {len(self._tabs) - 1} was opened.")
-            self.tab.awaited_windows -= 1
 
     def _note_download(self, download: Any) -> None:
         self._note(f"The download of {download.suggested_filename[:100]!r} was refused.")
@@ -259,7 +264,7 @@ class Session:
         self._notes.clear()
         for tab in self._tabs:
             tab.requests.clear()
-            tab.num_popups = tab.awaited_windows = 0
+            tab.num_popups = tab.awaited_windows = tab.num_windows = 0
         tab, old_tabs = self.tab, set(self._tabs)
         limit_s = max(ACT_S, LOAD_S + 1) + len(action.text) / 100  # long texts take longer to type
         try:
