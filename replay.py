@@ -217,7 +217,8 @@ def trajectory_text(source: Source, name: str, number: int) -> str:
         lines.append(f"lost: {row['error']}")
     lines += block("observation", view["opening"][-1]["content"] if view["opening"] else "")
     for turn_number, turn in enumerate(view["turns"], start=1):
-        lines += block(f"action {turn_number}", turn["action_text"])
+        label = {"plan": "plan", "reflect": "reflection"}.get(turn["kind"], "action")
+        lines += block(f"{label} {turn_number}", turn["action_text"])
         reward = f" ({turn['reward']:+.2f})" if turn["reward"] else ""
         lines += block(f"observation{reward}", turn["observation_text"])
     return "\n".join(lines)

@@ -28,7 +28,9 @@ function ending(answer) {
 
 function facts(answer) {
   const { row } = answer;
-  const limit = answer.max_rounds ? ` of at most ${answer.max_rounds}` : "";
+  const hasAttempts = answer.turns.some((turn) => turn.kind === "reflect");
+  const unit = hasAttempts ? " acts in an attempt" : "";
+  const limit = answer.max_rounds ? ` of at most ${answer.max_rounds}${unit}` : "";
   return el(
     "dl",
     { class: "facts-list" },
