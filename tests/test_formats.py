@@ -23,6 +23,7 @@ ACTIONS = {
     "textcraft": ["get 2 oak log", "craft 4 oak planks using 1 oak log", "inventory"],
     "babyai": ["turn left", "go to red ball 1", "toggle and go through grey door 2", "toggle"],
     "sciworld": ["look around", "look at metal pot (in kitchen)", "use metal pot on stove", "0"]
+    + ["drop block", "examine substance in cup", "pour cup in art studio in cup containing ink"]
     + ["use thermometer", "pick up orange in bowl", "focus on a seed", "go to hallway", "wait1"],
     "searchqa": ["<search> Who wrote Ulysses? </search>", "<answer> James Joyce </answer>"],
     "webarena": ["click [4]", "type [3] [a] [b]] [0]", "stop []", "press [Control+a]", "go_back"]

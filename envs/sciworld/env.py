@@ -136,8 +136,17 @@ class SciWorld:
         *(
             Tool(action.replace(" ", "_"), action + " {object}", arguments=OBJECT)
             for action in (
-                *("look at", "look in", "read", "open", "close", "pick up", "put down", "mix"),
-                *("activate", "deactivate", "disconnect", "eat", "flush", "focus on"),
+                *("look at", "look in", "examine", "read", "open", "close", "pick up", "put down"),
+                *(
+                    "drop",
+                    "mix",
+                    "activate",
+                    "deactivate",
+                    "disconnect",
+                    "eat",
+                    "flush",
+                    "focus on",
+                ),
             )
         ),
         *(
@@ -150,6 +159,12 @@ class SciWorld:
                 *(("move", "to"), ("pour", "into"), ("dunk", "into")),
                 *(("use", "on"), ("connect", "to")),
             )
+        ),
+        Tool(
+            "pour_in",
+            "pour {object} in {other}",
+            "the same as pour",
+            OBJECT | {"other": "as you see it"},
         ),
         Tool("use_alone", "use {object}", arguments=OBJECT),
         Tool("go_to", "go to {place}", arguments=PLACE),
