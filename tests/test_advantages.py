@@ -411,7 +411,7 @@ def test_token_rewards_sum_to_the_return_and_are_valid_for_an_estimator(turns):
 
 
 # ------------------------------------------------------------------------------------ bad inputs
-@pytest.mark.parametrize("name", ESTIMATORS.keys() - {"distill"})  # which reads no rewards
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "distill"])  # it reads no rewards
 @pytest.mark.parametrize(
     ("token_rewards", "loss_mask", "message"),
     [
