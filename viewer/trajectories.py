@@ -319,7 +319,8 @@ def turn_view(turn: Mapping[str, Any]) -> dict[str, Any]:
     """The texts and numbers of a turn."""
     thought, action = split_action(turn["action_text"])
     names = ("action_text", "observation_text", "reward", "parse_error", "generate_s", "env_s")
-    fields = {name: turn.get(name) for name in (*names, "kind", "state")}
+    fields = {name: turn.get(name) for name in (*names, "state")}
+    fields["kind"] = str(turn.get("kind", "act"))
     return {"thought": thought, "action": action, **fields}
 
 
