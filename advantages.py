@@ -171,9 +171,10 @@ def gae_by_turn(
     Args, Returns, Raises: as for `gae`; gamma and λ are per turn.
     """
     mask = _check(token_rewards, loss_mask, values=values)
-    first, spread = _turns(mask)
-    rewards = _turn_sums(token_rewards, mask)
-    advantages, returns = (spread(x) for x in gae(rewards, values, first, gamma, lam, whiten=False))
+    first, start = _turns(mask)
+    rewards = torch.zeros_like(token_rewards).scatter_add(1, start, token_rewards)
+    by_turn = gae(rewards, values, first, gamma, lam, whiten=False)
+    advantages, returns = (_over_turns(x, start, mask) for x in by_turn)
     if whiten:
         advantages = _whiten(advantages.double(), mask).float()
     return advantages, returns
@@ -270,19 +271,11 @@ def gigpo(
     """
     advantages, returns = grpo(token_rewards, loss_mask, group_ids, epsilon, scale_by_std)
     mask = _check(token_rewards, loss_mask, anchor_ids=anchor_ids)
-    first, spread = _turns(mask)
-    rewards = _turn_sums(token_rewards, mask).double()
-    later = torch.zeros_like(rewards[:, 0])  # (B,)  R of the next turn
-    from_turn = torch.zeros_like(rewards)  # (B, T)  R, at the first token of each turn
-    for t in reversed(range(rewards.shape[1])):
-        from_turn[:, t] = torch.where(first[:, t], rewards[:, t] + gamma * later, 0.0)
-        later = torch.where(first[:, t], from_turn[:, t], later)
-    _, same_state = torch.unique(
-        torch.stack([group_ids[:, None].expand_as(anchor_ids)[first], anchor_ids[first]]),
-        dim=1,
-        return_inverse=True,
-    )  # (S,)  number of the state of each turn
-    x, count = from_turn[first], torch.bincount(same_state)  # (S,), (number of states,)
+    first, start = _turns(mask)
+    rewards = torch.zeros_like(token_rewards).scatter_add(1, start, token_rewards)
+    from_turn = _returns_to_go(rewards.double(), first, gamma)  # (B, T)  R, at first tokens
+    same_state, count = _states(first, group_ids, anchor_ids)  # (S,), (number of states,)
+    x = from_turn[first]  # (S,)
 
     def mean_by_state(values: Tensor, divisor: Tensor) -> Tensor:
         sums = values.new_zeros(len(count)).scatter_add(0, same_state, values)
@@ -293,16 +286,13 @@ def gigpo(
     if scale_by_std:
         deviation /= mean_by_state(deviation.square(), count - 1).sqrt() + epsilon
     from_turn[first] = deviation
-    return advantages + weight * spread(from_turn).float(), returns
+    return advantages + weight * _over_turns(from_turn, start, mask).float(), returns
 
 
 def anchored_share(loss_mask: Tensor, group_ids: Tensor, anchor_ids: Tensor) -> float:
     """Share of turns that another turn of the group can be compared with, 0..1."""
     first, _ = _turns(loss_mask.bool())
-    groups = group_ids[:, None].expand_as(anchor_ids)[first]
-    _, state, count = torch.unique(
-        torch.stack([groups, anchor_ids[first]]), dim=1, return_inverse=True, return_counts=True
-    )
+    state, count = _states(first, group_ids, anchor_ids)
     return float((count[state] > 1).double().mean())
 
 
@@ -321,13 +311,7 @@ def reinforce_plus_plus(
     Args, Returns, Raises: as for `gae`; returns hold Rₜ.
     """
     mask = _check(token_rewards, loss_mask)
-    rewards = token_rewards.double()
-    returns = torch.zeros_like(rewards)  # (B, T)
-    next_return = rewards.new_zeros(len(rewards))  # (B,)  R(t⁺)
-    for t in reversed(range(rewards.shape[1])):
-        current = rewards[:, t] + gamma * next_return  # (B,)  Rₜ
-        next_return = torch.where(mask[:, t], current, next_return)
-        returns[:, t] = torch.where(mask[:, t], current, 0.0)
+    returns = _returns_to_go(token_rewards.double(), mask, gamma)
     return _whiten(returns, mask).float(), returns.float()
 
 
@@ -406,25 +390,37 @@ def _whiten(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (x - mean) / (variance + 1e-8).sqrt(), 0.0)  # (B, T)
 
 
-def _turns(mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The first token of each turn, (B, T) bool, and a function that gives all tokens of a turn the
-    number at its first token. Between two turns is at least one token of another author."""
+def _returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R = r + γ R(next time step) where mask is true, (B, T); 0 elsewhere."""
+    returns = torch.zeros_like(rewards)  # (B, T)
+    next_return = rewards.new_zeros(len(rewards))  # (B,)  R(t⁺)
+    for t in reversed(range(rewards.shape[1])):
+        current = rewards[:, t] + gamma * next_return  # (B,)  Rₜ
+        next_return = torch.where(mask[:, t], current, next_return)
+        returns[:, t] = torch.where(mask[:, t], current, 0.0)
+    return returns
+
+
+def _turns(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token of each turn, (B, T) bool, and for each column the column of the latest first
+    token, (B, T) int64. Between two turns is at least one token of another author."""
     first = mask.clone()
     first[:, 1:] &= ~mask[:, :-1]
-    start = _turn_starts(first)
-    return first, lambda x: torch.where(mask, x.gather(1, start), 0.0)
+    columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return first, torch.where(first, columns, 0).cummax(1).values
 
 
-def _turn_starts(first: Tensor) -> Tensor:
-    """(B, T) int64: the column of the latest first token at or before each column."""
-    columns = torch.arange(first.shape[1], device=first.device).expand_as(first)
-    return torch.where(first, columns, 0).cummax(1).values
+def _over_turns(x: Tensor, start: Tensor, mask: Tensor) -> Tensor:
+    """(B, T): the value at a turn's first token, for all tokens of the turn; 0 elsewhere."""
+    return torch.where(mask, x.gather(1, start), 0.0)
 
 
-def _turn_sums(token_rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B, T): the sum of each turn's rewards on its first token, 0 elsewhere."""
-    first, _ = _turns(mask)
-    return torch.zeros_like(token_rewards).scatter_add(1, _turn_starts(first), token_rewards)
+def _states(first: Tensor, group_ids: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(S,) a number for group and state of each turn, and how many turns have each number."""
+    groups = group_ids[:, None].expand_as(anchor_ids)[first]  # (S,)
+    pairs = torch.stack([groups, anchor_ids[first]])  # (2, S)
+    _, number, count = torch.unique(pairs, dim=1, return_inverse=True, return_counts=True)
+    return number, count
 
 
 def _same_group(group_ids: Tensor, mask: Tensor) -> Tensor:

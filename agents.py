@@ -96,7 +96,8 @@ def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
     turn limit is reached; returns whether the trajectory continues."""
     turn.observation_text, turn.reward = result.observation, float(result.reward)
     turn.parse_error = result.info.get("parse_error")
-    turn.anchor = result.info.get("anchor")
+    if (anchor := result.info.get("anchor")) is not None:  # from a server
+        turn.anchor = str(anchor)
     trajectory.success = success = bool(result.info.get("success"))
     if result.terminated:
         trajectory.stop("success" if success else "failure", success)

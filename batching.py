@@ -54,7 +54,7 @@ class Batch:
     values: torch.Tensor | None = None  # of the critic before the step's first update
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    anchor_ids: torch.Tensor | None = None  # (B, T) int64, the state in which a turn began
+    anchor_ids: torch.Tensor | None = None  # (B, T) int64, `anchors_of`; only for gigpo
     # (B,) float32 each; for methods with one number per trajectory.
     weights: torch.Tensor | None = None  # weight in the loss; None: equal weights
     # Sum of the reference's log-probs over policy tokens; rows 2i and 2i + 1 are a pair (dpo.py).
@@ -96,24 +96,21 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
         token_rewards=padded(rewards, 0.0, torch.float32),
         lengths=torch.tensor([len(t.input_ids) for t in trajectories]),
         group_ids=torch.tensor([t.group_id for t in trajectories]),
-        anchor_ids=padded(anchors_of(trajectories), 0, torch.long),
     )
 
 
-def anchors_of(trajectories: Sequence[RolloutHandler]) -> list[list[int]]:
-    """For each token of a turn, a number for the state in which the turn began: what the
-    environment reported as its state, or by default the observation. All samples of a group begin
-    in the same state."""
+def anchors_of(trajectories: Sequence[RolloutHandler]) -> torch.Tensor:
+    """For each token of a turn, a number for the state in which the turn began, (B, T) int64: what
+    the environment reported as its state, or by default the observation. All samples of a group
+    begin in the same state."""
     numbers: dict[str, int] = {}
-    rows = []
-    for t in trajectories:
-        row, state = [0] * len(t.input_ids), ""
+    anchors = torch.zeros(len(trajectories), max(len(t.input_ids) for t in trajectories)).long()
+    for row, t in zip(anchors, trajectories, strict=True):
+        state = ""
         for turn in t.turns:
-            start, end = turn.action_span
-            row[start:end] = [numbers.setdefault(state, len(numbers))] * (end - start)
+            row[slice(*turn.action_span)] = numbers.setdefault(state, len(numbers))
             state = turn.observation_text if turn.anchor is None else turn.anchor
-        rows.append(row)
-    return rows
+    return anchors
 
 
 def row_weights(

@@ -203,7 +203,7 @@ class ChatTemplate:
         contents = [(message["content"], message["role"]) for message in messages]
         n = next(n for n in count() if not any(f"⟦text {n}." in text for text, _ in contents))
         markers = {f"⟦text {n}.{i}⟧": content for i, content in enumerate(contents)}
-        tools = messages[0].get("tools") if messages else None
+        tools = messages[0].get("tools")
         chat = [{"role": role, "content": m} for m, (_, role) in markers.items()]
         text = self._render(chat, tools)
         if dropped := [t for t in tools or () if t["function"]["name"] not in text]:

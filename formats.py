@@ -117,7 +117,7 @@ class Code:
 
     def say(self, env_class: Any, thought: str, action: str) -> str:
         name, arguments = call_of(env_class, action)
-        # json.dumps writes a text as Python does, with double quotes and \\n.
+        # What json.dumps writes for a text or an integer is also Python.
         written = (f"{key}={json.dumps(x, ensure_ascii=False)}" for key, x in arguments.items())
         block = f"```python\n{name}({', '.join(written)})\n```"
         return f"{thought}\n{block}" if thought else block

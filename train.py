@@ -49,7 +49,7 @@ from typing import Any
 import torch
 
 from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
-from batching import Batch, make_batch
+from batching import Batch, anchors_of, make_batch
 from config import Config, Misuse, Objective, checked, config_per_env, value_errors_as_misuse
 from envs import Task, env_name, tasks_by_env
 from losses import (
@@ -118,15 +118,15 @@ def train(config: Config) -> Run:
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch) | w.penalize_length(batch)
+                    if c.algorithm == "gigpo":
+                        batch.anchor_ids = anchors = anchors_of(usable)
+                        metrics["data/anchored_share"] = anchored_share(
+                            batch.loss_mask, batch.group_ids, anchors
+                        )
                     batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
                     if c.teacher:
                         gap = masked_mean(batch.advantages, batch.loss_mask)
                         metrics["policy/teacher_kl"] = -float(gap)
-                    if c.algorithm == "gigpo":
-                        assert batch.anchor_ids is not None
-                        metrics["data/anchored_share"] = anchored_share(
-                            batch.loss_mask, batch.group_ids, batch.anchor_ids
-                        )
                     if c.normalize_per_env:
                         envs = [t.env for t in usable]
                         batch.advantages = whiten_per_env(batch.advantages, batch.loss_mask, envs)
@@ -365,16 +365,19 @@ class RLWorker(Worker):
     ) -> list[RolloutHandler]:
         """With --dynamic-sampling N, play another task for each whose samples earned the same
         return (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds."""
-        c, more, count = self.config, list[RolloutHandler](), 0
-        latest = trajectories
-        for number in range(1, c.dynamic_sampling + 1):
-            count = sum(map(are_equal, returns_by_group(latest).values()))
-            if not count:
-                break
+
+        def count_without_signal(played: Sequence[RolloutHandler]) -> int:
+            return sum(map(are_equal, returns_by_group(played).values()))
+
+        c, more, number = self.config, list[RolloutHandler](), 0
+        count = count_without_signal(trajectories) if c.dynamic_sampling else 0
+        while count and number < c.dynamic_sampling:
+            number += 1
             tasks = self.tasks, c, horizons, self.task_outcomes
             latest, _ = self.roll_out(more_requests(step, number, count, *tasks))
             more += latest
-        if more and (count := sum(map(are_equal, returns_by_group(latest).values()))):
+            count = count_without_signal(latest)
+        if count:
             distributed.say(f"step {step}: {count} tasks without signal could not be replaced")
         return more
 

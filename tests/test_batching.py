@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batching import (
     MAX_PADDING,
     Batch,
+    anchors_of,
     cut_by_length,
     cut_micro_batches,
     make_batch,
@@ -54,9 +55,7 @@ def test_a_turns_tokens_carry_the_state_in_which_it_began():
     for turn, state in zip([*first.turns, *second.turns], ["1 log", None, "", None, None]):
         turn.anchor, turn.observation_text = state, "Got 1 log"
     second.turns[0].observation_text = "1 log"
-    batch = make_batch([first, second], PAD)
-    assert batch.anchor_ids is not None
-    assert batch.anchor_ids.tolist() == [[0, 0, 0, 0, 1, 0, 2], [0, 0, 0, 1, 0, 0, 0]]
+    assert anchors_of([first, second]).tolist() == [[0, 0, 0, 0, 1, 0, 2], [0, 0, 0, 1, 0, 0, 0]]
 
 
 def test_two_trajectories_as_tensors():

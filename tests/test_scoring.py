@@ -235,3 +235,9 @@ def test_the_curve_over_turns_uses_the_same_episodes_cut_at_each_horizon():
     assert curve[1]["turns_mean"] == pytest.approx((2 + 4 + 4 + 3) / 4)
     assert curve[1]["return_mean"] == 0.25  # t_1 gets its reward only in turn 5
     assert curve[-1]["avg"] == summary["overall"]["avg"]
+
+
+def test_the_cost_of_several_attempts_is_printed():
+    two = Episode("t_0", turns=[Turn(), Turn(kind="reflect"), Turn(), Turn()])
+    text = format_table(summarize([two, Episode("t_1", success=True)], 1, [3]))
+    assert text.endswith("per episode: attempts 1.5, turns 3.0")
