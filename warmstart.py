@@ -45,7 +45,7 @@ from config import (
 from data import OracleStyle, Record, demonstrations, encode, prompt_turns
 from envs import env_name, get_env
 from formats import ActionFormat, FunctionCalling, action_format
-from models import load_policy, load_tokenizer, stop_ids_of
+from models import load_policy, load_tokenizer, num_parameters, stop_ids_of
 from run.files import build_folder, cache_dir, write_json
 from run.progress import phase
 from scale import distributed
@@ -147,7 +147,8 @@ def train_and_save(
             add_lora(policy.lm, settings.lora_rank, settings.seed)
         chat = ChatTemplate(tokenizer, stop_ids_of(path))
         batch = batch_of(chat, records, settings, tokenizer.pad_token_id or 0)
-    keep_for_backward(policy, choose_keep(False, accelerator.device))
+    is_gpu = accelerator.device.type != "cpu"
+    keep_for_backward(policy, choose_keep(False, is_gpu, num_parameters(policy)))
     policy = distributed.shard(accelerator, policy.train())
     trainable = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=settings.learning_rate, weight_decay=0.0)

@@ -212,7 +212,8 @@ class Worker:
 
     def learner(self, model: Any, learning_rate: float) -> Learner:
         """Shard a model over the processes and make its optimizer."""
-        keep_for_backward(model, choose_keep(self.config.gradient_checkpointing, self.device))
+        checkpointing, is_gpu = self.config.gradient_checkpointing, self.device.type != "cpu"
+        keep_for_backward(model, choose_keep(checkpointing, is_gpu, num_parameters(model)))
         model = distributed.shard(self.accelerator, model.train())
         return Learner(self.accelerator, model, self.optimizer_of(model, learning_rate))
 

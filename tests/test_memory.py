@@ -15,6 +15,7 @@ from scale.memory import (
     DeviceMemory,
     Shape,
     check_memory,
+    choose_keep,
     cpu_cache_bytes,
     keep_for_backward,
     required_bytes,
@@ -123,6 +124,12 @@ def test_the_samplers_cache_on_a_cpu():
 
 
 # ----------------------------------------------------------- tensors kept for the backward pass
+
+
+def test_a_cpu_recomputes_only_for_models_that_are_not_small():
+    assert choose_keep(False, False, 3_000_000) == "all"
+    assert choose_keep(False, False, 135_000_000) == "products"
+    assert choose_keep(False, True, 135_000_000) == "all"
 
 
 def gradients(keep, share_prefix=False, bf16=False):
