@@ -520,7 +520,14 @@ ESTIMATORS = {
         ),
         needs_group=True,
     ),
-    "distill": Estimator(lambda b, c: distill(b.old_log_probs, b.teacher_log_probs, b.loss_mask)),
+    "distill": Estimator(
+        # An oracle has no log-probs; its action is imitated as it is.
+        lambda b, c: (
+            (b.loss_mask, b.loss_mask)
+            if c.asks_oracle
+            else distill(b.old_log_probs, b.teacher_log_probs, b.loss_mask)
+        )
+    ),
     "reinforce_plus_plus": Estimator(
         lambda b, c: reinforce_plus_plus(b.token_rewards, b.loss_mask, c.gamma)
     ),

@@ -247,6 +247,11 @@ class RunConfig(UpdateOptions):
         return bool(self.eval_every)
 
     @property
+    def asks_oracle(self) -> bool:
+        """Whether the environment's oracle says what it would do at each turn of the policy."""
+        return getattr(self, "teacher", None) == ORACLE
+
+    @property
     def needs_environment(self) -> bool:
         """Whether the policy plays, or the oracle demonstrates for the warm start."""
         return self.plays or (self.warm_start == "auto" and self.model in SMALL_MODELS)
@@ -311,6 +316,7 @@ class RunConfig(UpdateOptions):
         return iter(())
 
 
+ORACLE = "oracle"  # the environment's own player as --teacher
 # Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
 GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo", "gigpo"), ("ppo",)
 USED_BY = {
@@ -338,7 +344,8 @@ class Config(RunConfig, Objective):
     rewards [paper: grpo]"""
     teacher: str | None = None
     """(distill) checkpoint folder or hub id of a model with the same tokenizer, which scores the
-    policy's own tokens"""
+    policy's own tokens; or oracle, the environment's own player, whose action is imitated in the
+    states that the policy reaches (DAgger)"""
     gae_unit: Literal["token", "turn"] = "token"
     """(ppo) what a time step is: with turn, all tokens of a turn have the same advantage, and
     --gamma and --lam are per turn"""
@@ -455,6 +462,9 @@ class Config(RunConfig, Objective):
         if self.num_optimizer_steps(self.trajectories_per_step) == 1:
             for name in ("clip_ratio_high", "ratio"):
                 yield name, "the only update of a step has ratio 1; lower --mini-batch-size"
+        for name in ("clip_ratio", "kl_coef", "kl_loss_coef", "entropy_coef", "loss_agg"):
+            if self.asks_oracle:
+                yield name, "the oracle's actions are imitated (losses.imitation_loss)"
         if self.mini_batch_size > (n := self.trajectories_per_step):
             yield "mini_batch_size", f"a step has only {n} trajectories"
 
@@ -705,7 +715,7 @@ def checked(config: Options) -> Options:
             if not Path(start).is_dir():
                 raise Misuse(f"--warm-start {start} is not auto, never, or a folder")
             check_model(start, "--warm-start")
-        if teacher := getattr(config, "teacher", None):
+        if (teacher := getattr(config, "teacher", None)) and teacher != ORACLE:
             check_model(teacher, "--teacher")
         check_length(config.model, config.max_trajectory_tokens + 1)
         config = with_absolute_paths(config)
@@ -970,7 +980,11 @@ def with_absolute_paths(config: Options) -> Options:
             changes[name] = envs.name_of_list(config.env, file)
     for name in ("model", "warm_start", "teacher"):
         folder = getattr(config, name, None)
-        if folder and folder not in (*SMALL_MODELS, "auto", "never") and Path(folder).is_dir():
+        if (
+            folder
+            and folder not in (*SMALL_MODELS, "auto", "never", ORACLE)
+            and Path(folder).is_dir()
+        ):
             # Resolve links: checkpoints/best of a run that continues can point elsewhere later.
             changes[name] = os.path.realpath(folder)
     for name in FILE_OPTIONS:

@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -228,6 +228,25 @@ def _play(
             is_solved = info["success"] and num_done
             return {"item_id": task.task_id, "conversations": turns} if is_solved else None
     return None
+
+
+def advised(
+    chat: ChatTemplate, trajectories: Sequence[RolloutHandler], max_tokens: int, seed: int
+) -> list[RolloutHandler]:
+    """Examples for imitating an oracle in the states that the policy reaches (DAgger, arXiv
+    1011.0686): each trajectory up to one of its turns, drawn at random, and then what the oracle
+    would have written there. Only these tokens have loss_mask 1. Trajectories without advice that
+    fits into `max_tokens` are left out."""
+    examples = []
+    for t in trajectories:
+        turns = [(turn.action_span[0], chat.action(turn.advice)) for turn in t.turns if turn.advice]
+        if turns := [(start, ids) for start, ids in turns if start + len(ids) < max_tokens]:
+            start, ids = random.Random(f"{seed} {t.trajectory_id}").choice(turns)
+            example = replace(t, messages=[], turns=[], input_ids=t.input_ids[:start], _prompts=[])
+            example.loss_mask, example.rollout_log_probs = [0] * start, [0.0] * start
+            example.add_action(chat, ids, [0.0] * len(ids))
+            examples.append(example)
+    return examples
 
 
 def check_say(

@@ -40,7 +40,7 @@ from typing import Any
 from agents import PLAIN, Agent
 from chat import ChatTemplate
 from engines import Engine, EngineError, Generation, SamplingSettings
-from envclient import EnvClient, EnvError, EnvPool, EnvPools, TooManySessions
+from envclient import EnvClient, EnvError, EnvPool, EnvPools, StepOutsideEpisode, TooManySessions
 from envs import Task, tasks_by_env
 from run.errors import TooManyEnvFailures
 from trajectory import LOST, RolloutHandler, Trajectory
@@ -89,6 +89,8 @@ class RolloutSettings:
     record_state: bool = False
     weight_version: int = 0  # the training step that produced the sampler's weights; recorded
     agent: Agent = PLAIN
+    ask_oracle: bool = False  # before each act, what it would do; recorded for --teacher oracle
+    oracle_thoughts: bool = True
 
 
 @dataclass
@@ -286,6 +288,7 @@ class _Episode:
         self.restarts_left, self.must_restart = 1, False
         self.failed_urls: set[str] = set()  # servers that have lost a session of this episode
         self.submitted_at = 0.0
+        self.advice: str | None = None  # the oracle's, for the next turn
         self.handler = self._new_handler()
 
     def _new_handler(self) -> RolloutHandler:
@@ -308,6 +311,7 @@ class _Episode:
                 self.handler.start(self.chat, self.client.prompt, opening)
                 if self.settings.record_state:
                     self.handler.first_state = state_of(self.client)
+                self.advice = self.oracle_text()
                 return
             except EnvError as error:
                 self.give_up_session()
@@ -329,6 +333,7 @@ class _Episode:
             turn.env_s = time.perf_counter() - start
             if self.settings.record_state:
                 turn.state = state_of(self.client)
+            self.advice = None if text is None else self.oracle_text()
         except EnvError as error:
             self.give_up_session()  # before waiting for a new one, or a full server could deadlock
             if self.restarts_left:
@@ -343,6 +348,17 @@ class _Episode:
                 handler.stop("length", handler.success)
         if handler.stop_reason:
             self.close()
+
+    def oracle_text(self) -> str | None:
+        """What the oracle would write now; None if it is not asked, or knows no move."""
+        if not self.settings.ask_oracle or self.handler.next_kind != "act":
+            return None
+        assert self.client is not None
+        try:
+            thought, action = self.client.oracle()
+        except StepOutsideEpisode:
+            return None
+        return self.client.say(thought if self.settings.oracle_thoughts else "", action)
 
     def next_request(self) -> SamplingSettings | None:
         """Settings for sampling the next turn, or None if the trajectory has ended."""
@@ -368,6 +384,7 @@ class _Episode:
         handler, s = self.handler, self.settings
         turn = handler.add_action(self.chat, generation.token_ids, generation.log_probs)
         turn.generate_s = time.perf_counter() - self.submitted_at
+        turn.advice = self.advice
         out_of_budget = len(generation.token_ids) < s.max_tokens_per_turn
         if generation.finish_reason == "length" and out_of_budget:
             handler.stop("length")

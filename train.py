@@ -51,6 +51,7 @@ import torch
 from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
 from batching import Batch, anchors_of, make_batch
 from config import Config, Misuse, Objective, checked, config_per_env, value_errors_as_misuse
+from data import advised
 from envs import Task, env_name, tasks_by_env
 from losses import (
     KLController,
@@ -73,7 +74,15 @@ from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
 from schedulers import make_scheduler
 from trajectory import RolloutHandler, are_equal
-from update import Learner, padding_of, score_critic, score_policy, update_critic, update_policy
+from update import (
+    Learner,
+    imitate,
+    padding_of,
+    score_critic,
+    score_policy,
+    update_critic,
+    update_policy,
+)
 from warmstart import known_outcomes
 
 SUMMARY = (__doc__ or "").split("\n\n")[0]
@@ -105,6 +114,8 @@ def train(config: Config) -> Run:
                 shuffle_rewards(trajectories, seed=c.seed + step)
             clock.values |= speed
             usable, num_compared, signal = select(trajectories, config)
+            if c.asks_oracle:
+                usable = advised(w.chat, usable, c.max_trajectory_tokens, seed=c.seed + step)
             metrics = by_env("horizon/max_rounds", horizons, max)
             metrics |= w.note_outcomes(trajectories) | {"data/epoch": w.epoch_of(step)}
 
@@ -124,7 +135,7 @@ def train(config: Config) -> Run:
                             batch.loss_mask, batch.group_ids, anchors
                         )
                     batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
-                    if c.teacher:
+                    if w.teacher is not None:
                         gap = masked_mean(batch.advantages, batch.loss_mask)
                         metrics["policy/teacher_kl"] = -float(gap)
                     if c.normalize_per_env:
@@ -322,7 +333,7 @@ class RLWorker(Worker):
         if c.needs_critic:
             self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
         self.teacher: Any = None
-        if c.teacher:
+        if c.teacher and not c.asks_oracle:
             path = resolve_model(c.teacher)
             with value_errors_as_misuse():
                 if load_tokenizer(path).get_vocab() != self.tokenizer.get_vocab():
@@ -330,7 +341,7 @@ class RLWorker(Worker):
                 teacher = load_policy(path, c.share_prefix).eval()
             self.teacher = distributed.shard(self.accelerator, teacher.requires_grad_(False))
         self.policy.model.resets_adapters = bool(c.reset_adapter_every)
-        self.has_reference = bool(c.kl_coef or c.kl_loss_coef)
+        self.has_reference = bool(c.kl_coef or c.kl_loss_coef) and not c.asks_oracle
         self.reference: Any = None
         if self.has_reference and not c.lora_rank:
             frozen = load_policy(self.start, c.share_prefix).eval()
@@ -397,7 +408,11 @@ class RLWorker(Worker):
         c, policy, device = self.config, self.policy.model, self.device
         self.sleep_sampler()
         with phase("log-probs"):
-            if c.kl_coef or c.teacher or objective.num_optimizer_steps(len(batch)) > 1:
+            if (
+                c.kl_coef
+                or self.teacher is not None
+                or objective.num_optimizer_steps(len(batch)) > 1
+            ):
                 batch.old_log_probs = score_policy(policy, batch, c, device)
             if self.teacher is not None:
                 batch.teacher_log_probs = score_policy(self.teacher, batch, c, device)
@@ -441,6 +456,8 @@ class RLWorker(Worker):
         metrics: dict[str, float] = {}
         if self.critic is not None:
             metrics |= update_critic(self.critic, batch, objective, seed=step)
+        if self.config.asks_oracle:
+            return imitate(self.policy, batch, objective, seed=step)
         metrics |= update_policy(self.policy, batch, objective, step, signal_share)
         return metrics
 

@@ -65,6 +65,7 @@ class Turn:
     reward: float = 0.0  # of this turn only
     parse_error: str | None = None
     anchor: str | None = None  # the state after the turn, if the environment reports it
+    advice: str | None = None  # with --teacher oracle, what the oracle would have written instead
     kind: str = "act"  # or "plan" or "reflect", which no environment answers (agents.py)
     generate_s: float = 0.0
     env_s: float = 0.0

@@ -201,14 +201,20 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
     for c in config_per_env(config):
         written = format_of(c)
         prompt, num_replaced = prompt_of(c), len(written.prompt(get_env(c.env)))
-        settings = settings_for(c.model, c.env) if needs_warm_start(c) else SftSettings()
-        style = OracleStyle(settings.slips, settings.thoughts)
+        style = oracle_style(c)
         for record in demonstrations(c.env, tasks_of(c), count, seed, c.env_addr, style, written):
             if prompt is not None:  # the oracle ignores the prompt
                 turns = prompt_turns(prompt) + record["conversations"][num_replaced:]
                 record = record | {"conversations": turns}
             records.append(record)
     return records
+
+
+def oracle_style(config: RunConfig) -> OracleStyle:
+    """How the oracle plays in the run's warm start; without one, the default style."""
+    needed = needs_warm_start(config)
+    settings = settings_for(config.model, config.env) if needed else SftSettings()
+    return OracleStyle(settings.slips, settings.thoughts)
 
 
 def format_of(config: RunConfig) -> ActionFormat:

@@ -71,7 +71,7 @@ from scale.lora import add_lora, save_adapter
 from scale.memory import choose_keep, keep_for_backward, sampler_share
 from trajectory import RolloutHandler
 from update import Learner
-from warmstart import start_model
+from warmstart import oracle_style, start_model
 
 if TYPE_CHECKING:
     from run.session import StopRequests
@@ -169,6 +169,8 @@ class Worker:
         for env, (task, *_) in tasks_by_env(self.tasks).items():
             with self.pool.for_env(env).client() as client:
                 observation = client.reset(task.task_index)
+                if c.asks_oracle:
+                    client.oracle()  # AgentGym's servers have none
                 self.openings.append(self.chat.opening(client.prompt, observation))
                 if c.record_state:
                     with contextlib.suppress(NotSupported):  # AgentGym's servers have no /state
@@ -315,6 +317,8 @@ class Worker:
             record_state=c.record_state,
             weight_version=weight_version,
             agent=agents.make(c.agent, c.attempts),
+            ask_oracle=c.asks_oracle and temperature is None,
+            oracle_thoughts=oracle_style(c).thoughts,
         )
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:

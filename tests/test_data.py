@@ -11,6 +11,7 @@ from chat import ChatTemplate
 from conversations import record_of
 from data import (
     OracleStyle,
+    advised,
     candidates,
     demonstrations,
     encode,
@@ -175,6 +176,23 @@ class ActionLetters(Letters):
     """Letters as action lines, the format of an oracle's actions."""
 
     parse = staticmethod(action_line)
+
+
+def test_advice_replaces_a_random_turn_of_a_trajectory_and_is_all_that_is_learned(chat):
+    t, seen = sampled_trajectory(chat, 1, 0.0), set()
+    starts, advice = [turn.action_span[0] for turn in t.turns], chat.action("Action: get 3 planks")
+    for turn in t.turns:
+        turn.advice = "Action: get 3 planks"
+    for seed in range(10):
+        (example,) = advised(chat, [t], max_tokens=1000, seed=seed)
+        start = len(example.input_ids) - len(advice)
+        assert example.input_ids == t.input_ids[:start] + advice
+        assert example.loss_mask == [0] * start + [1] * len(advice)
+        seen.add(start)
+    assert seen == set(starts)
+    t.turns[0].advice = None  # the oracle knew no move
+    t.turns[1].advice = "Action: get 3 planks" * 300
+    assert advised(chat, [t], max_tokens=1000, seed=0) == []
 
 
 def test_demonstrations_are_cached_by_tasks_count_seed_and_source(monkeypatch):

@@ -516,7 +516,7 @@ def test_a_line_is_json_and_has_every_field_of_the_contract(chat):
     first, second = line["turns"]
     assert set(first) == {
         *("action_span", "action_text", "observation_text", "reward", "parse_error"),
-        *("anchor", "kind", "generate_s", "env_s", "state"),
+        *("advice", "anchor", "kind", "generate_s", "env_s", "state"),
     }
     assert first["action_span"] == [15, 17] and first["action_text"] == "wait"
     assert (first["reward"], first["parse_error"], second["parse_error"]) == (0.25, "no", None)
