@@ -1,13 +1,16 @@
 """losses.py: formulas checked on paper and in slow loops; masks, splits, gradients, errors."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batching import row_weights
 from config import Objective
 from losses import (
     KLController,
@@ -432,6 +435,47 @@ def test_the_kl_clamp_removes_the_gradient_of_tokens_far_from_the_reference(clam
     assert metrics["policy/kl"].item() == pytest.approx((kl + math.e - 2) / 3)
     assert metrics["max:policy/kl_max"].item() == pytest.approx(math.exp(7) - 8)
     assert metrics["policy/kl_clamp_frac"] == pytest.approx(1 / 3 if clamp else 0)
+
+
+# Ours for each case of measure_trl.py. TRL has no dual clip and corrects for no sampler here.
+TRL_OPTIONS = {
+    "grpo": {"loss_agg": "seq-mean", "kl_loss_coef": 0.1, "kl_estimator": "k3"},
+    "tokens": {"kl_loss_coef": 0.1, "kl_estimator": "k3"},
+    "dapo": {"clip_ratio_high": 0.28},
+    "dr_grpo": {"loss_agg": "constant"},
+    "gspo": {"loss_agg": "seq-mean", "ratio": "sequence", "clip_ratio": 0.05},
+    "entropy": {"entropy_coef": 0.01},
+    "rloo": {"loss_agg": "constant"},  # on-policy; TRL sums over a row's tokens
+}
+
+
+@pytest.mark.parametrize("name", TRL_OPTIONS)
+def test_losses_and_gradients_equal_those_of_trl(name):
+    data = json.loads((Path(__file__).parent / "data/trl.json").read_text())
+    x = {key: torch.tensor(value) for key, value in data["input"].items()}
+    objective = Objective(sampler_is_cap=0, dual_clip=0, **TRL_OPTIONS[name])
+    log_probs, mask = x["log_probs"].requires_grad_(), x["loss_mask"]
+    constant = 100.0 if objective.loss_agg == "constant" else None
+    weighted = objective.loss_agg != "token-mean"
+    s = LossInput(
+        log_probs=log_probs,
+        entropy=x["entropy"],
+        old_log_probs=log_probs.detach() if name == "rloo" else x["old_log_probs"],
+        rollout_log_probs=x["old_log_probs"],
+        ref_log_probs=x["ref_log_probs"] if objective.kl_loss_coef else None,
+        advantages=x["advantages"][:, None].expand(mask.shape),
+        loss_mask=mask,
+        weights=row_weights(mask, mask, constant) if weighted else None,
+    )
+    loss, _ = policy_objective(s, objective, denominator=float(mask.sum()))
+    loss.backward()
+    scale = 100 if name == "rloo" else 1
+    expected = data["cases"][name]
+    torch.testing.assert_close(
+        scale * log_probs.grad, torch.tensor(expected["gradient"]), atol=1e-6, rtol=1e-5
+    )
+    if name != "rloo":  # its value differs: TRL's row has one ratio, ours one per token
+        assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
 
 
 def test_weighted_imitation_by_hand():
