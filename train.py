@@ -129,11 +129,7 @@ def train(config: Config) -> Run:
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch) | w.penalize_length(batch)
-                    if c.algorithm == "gigpo":
-                        batch.anchor_ids = anchors = anchors_of(usable)
-                        metrics["data/anchored_share"] = anchored_share(
-                            batch.loss_mask, batch.group_ids, anchors
-                        )
+                    metrics |= w.anchor(batch, usable)
                     batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
                     if w.teacher is not None:
                         gap = masked_mean(batch.advantages, batch.loss_mask)
@@ -446,6 +442,14 @@ class RLWorker(Worker):
         last = (batch.loss_mask * positions).argmax(1)  # (B,)
         batch.token_rewards[torch.arange(len(batch)), last] -= penalty
         return {"data/overlong_penalty": float(penalty.mean())}
+
+    def anchor(self, batch: Batch, trajectories: Sequence[RolloutHandler]) -> dict[str, float]:
+        """With --algorithm gigpo, number the states in which turns began."""
+        if self.config.algorithm != "gigpo":
+            return {}
+        batch.anchor_ids = anchors = anchors_of(trajectories)
+        share = anchored_share(batch.loss_mask, batch.group_ids, anchors)
+        return {"data/anchored_share": share}
 
     def update(
         self, step: int, batch: Batch, objective: Objective, signal_share: float = 1.0
