@@ -49,6 +49,19 @@ CASES = {
     "ppo lora": ("ppo", 4, {}, "sgd"),
     "shared": ("grpo", 0, {"share_prefix": True, "max_tokens_per_micro_batch": 10_000}, "sgd"),
     "epochs": ("grpo", 0, {"ppo_epochs": 2, "mini_batch_size": 4}, "slow sgd"),
+    # Three updates, so that ratios are not 1.
+    "sequence": (
+        "grpo",
+        0,
+        {"ratio": "sequence", "loss_agg": "seq-mean", "clip_ratio": 0.01, "mini_batch_size": 4},
+        "slow sgd",
+    ),
+    "dapo": (
+        "grpo",
+        0,
+        {"clip_ratio_high": 0.28, "loss_agg": "constant", "mini_batch_size": 4},
+        "sgd",
+    ),
     "adam": ("grpo", 0, {"max_grad_norm": 0.1}, "adamw"),
     "checkpointing": DEFAULT,
     "one row": DEFAULT,  # only two rows, one for each of two ranks
