@@ -344,8 +344,8 @@ class Config(RunConfig, Objective):
     rewards [paper: grpo]"""
     teacher: str | None = None
     """(distill) checkpoint folder or hub id of a model with the same tokenizer, which scores the
-    policy's own tokens; or oracle, the environment's own player, whose action is imitated in the
-    states that the policy reaches (DAgger)"""
+    policy's own tokens, or the URL of a vLLM server with such a model; or oracle, the
+    environment's own player, whose action is imitated in the states that the policy reaches"""
     gae_unit: Literal["token", "turn"] = "token"
     """(ppo) what a time step is: with turn, all tokens of a turn have the same advantage, and
     --gamma and --lam are per turn"""
@@ -432,6 +432,8 @@ class Config(RunConfig, Objective):
             raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
         if (self.algorithm == "distill") != (self.teacher is not None):
             raise Misuse("--algorithm distill and --teacher need each other")
+        if is_url(self.teacher or "") and self.temperature != 1:
+            raise Misuse("a --teacher on a server scores at --temperature 1")
         if not self.keep_uncertain:
             raise Misuse("--keep-uncertain must be above 0")
         if self.dynamic_sampling and self.algorithm not in GROUP_ALGORITHMS:
@@ -715,7 +717,8 @@ def checked(config: Options) -> Options:
             if not Path(start).is_dir():
                 raise Misuse(f"--warm-start {start} is not auto, never, or a folder")
             check_model(start, "--warm-start")
-        if (teacher := getattr(config, "teacher", None)) and teacher != ORACLE:
+        teacher = getattr(config, "teacher", None) or ORACLE
+        if teacher != ORACLE and not is_url(teacher):
             check_model(teacher, "--teacher")
         check_length(config.model, config.max_trajectory_tokens + 1)
         config = with_absolute_paths(config)
@@ -991,6 +994,10 @@ def with_absolute_paths(config: Options) -> Options:
         if files := getattr(config, name, ()):
             changes[name] = tuple(map(os.path.abspath, files))
     return replace(config, **changes)
+
+
+def is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
 
 
 def learns_only_from_files(method: str, options: Mapping[str, Any]) -> bool:

@@ -41,8 +41,9 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -50,7 +51,15 @@ import torch
 
 from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
 from batching import Batch, anchors_of, make_batch
-from config import Config, Misuse, Objective, checked, config_per_env, value_errors_as_misuse
+from config import (
+    Config,
+    Misuse,
+    Objective,
+    checked,
+    config_per_env,
+    is_url,
+    value_errors_as_misuse,
+)
 from data import advised
 from envs import Task, env_name, tasks_by_env
 from losses import (
@@ -69,6 +78,7 @@ from run.rundir import Run
 from run.session import StopRequests, is_due, open_session
 from run.session import command_line as run_command
 from run.worker import Worker
+from sampling.fleet import TeacherServer
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
@@ -328,20 +338,28 @@ class RLWorker(Worker):
         self.critic: Learner | None = None
         if c.needs_critic:
             self.critic = self.learner(load_critic(self.start), c.critic_learning_rate)
-        self.teacher: Any = None
+        self.teacher: Callable[[Batch], torch.Tensor] | None = None
         if c.teacher and not c.asks_oracle:
-            path = resolve_model(c.teacher)
             with value_errors_as_misuse():
-                if load_tokenizer(path).get_vocab() != self.tokenizer.get_vocab():
-                    raise Misuse(f"--teacher {c.teacher} has another tokenizer than the policy")
-                teacher = load_policy(path, c.share_prefix).eval()
-            self.teacher = distributed.shard(self.accelerator, teacher.requires_grad_(False))
+                self.teacher = self.load_teacher(c.teacher)
         self.policy.model.resets_adapters = bool(c.reset_adapter_every)
         self.has_reference = bool(c.kl_coef or c.kl_loss_coef) and not c.asks_oracle
         self.reference: Any = None
         if self.has_reference and not c.lora_rank:
             frozen = load_policy(self.start, c.share_prefix).eval()
             self.reference = distributed.shard(self.accelerator, frozen.requires_grad_(False))
+
+    def load_teacher(self, name: str) -> Callable[[Batch], torch.Tensor]:
+        """A function that scores a batch with another model, here or on a server."""
+        c = self.config
+        if is_url(name):
+            return partial(TeacherServer(name, self.tokenizer).score, device=self.device)
+        path = resolve_model(name)
+        if load_tokenizer(path).get_vocab() != self.tokenizer.get_vocab():
+            raise Misuse(f"--teacher {name} has another tokenizer than the policy")
+        frozen = load_policy(path, c.share_prefix).eval().requires_grad_(False)
+        model = distributed.shard(self.accelerator, frozen)
+        return lambda batch: score_policy(model, batch, c, self.device)
 
     @property
     def needs_start(self) -> bool:
@@ -411,7 +429,7 @@ class RLWorker(Worker):
             ):
                 batch.old_log_probs = score_policy(policy, batch, c, device)
             if self.teacher is not None:
-                batch.teacher_log_probs = score_policy(self.teacher, batch, c, device)
+                batch.teacher_log_probs = self.teacher(batch)
             if self.reference is not None:
                 batch.ref_log_probs = score_policy(self.reference, batch, c, device)
             elif self.has_reference:  # LoRA: the base model without adapters needs no second copy

@@ -1,4 +1,5 @@
 """A fleet: several vLLM servers, on other GPUs or other machines, behind one `Engine`.
+A `TeacherServer` is a vLLM server that scores tokens instead of sampling them.
 
     submit       ──> POST /v1/completions to the least busy server: ids in, ids and log-probs out
     poll         <── finished completions from all servers
@@ -39,6 +40,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors.torch import save_file
 
+from batching import Batch
 from engines import EngineError, Generation, Ids, SamplingSettings, Weights
 from envs.http import JSON_HEADERS, ExchangeError, ExchangeTimeout, HttpClient, checked_url
 from run.processes import NotReady, child
@@ -411,3 +413,55 @@ class FleetEngine:
         self.abort()
         self._threads.shutdown(wait=False)
         shutil.rmtree(self.weights_dir, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------- a teacher
+
+PROBE = "Action: craft 4 oak planks using 1 oak log\n\n  [7] link 'Café'"  # tokenizers differ here
+
+
+class TeacherServer:
+    """A model on a vLLM server that scores tokens, for --algorithm distill. It needs no options of
+    ours: `vllm serve MODEL`.
+
+    Raises:
+        ValueError: its tokenizer is not that of the policy.
+        EngineError: it does not answer like vLLM.
+    """
+
+    def __init__(self, url: str, tokenizer: Any) -> None:
+        self._server = Server(url, "vllm serve MODEL")
+        self._threads = ThreadPoolExecutor(MAX_NUM_SEQS)
+        ids = tokenizer.encode(PROBE, add_special_tokens=False)
+        body = {"prompt": PROBE, "add_special_tokens": False}
+        if self._ask("/tokenize", body, "tokens") != ids:
+            raise ValueError(f"--teacher {url} has another tokenizer than the policy")
+
+    def score(self, batch: Batch, device: Any) -> torch.Tensor:
+        """Log-probs of all tokens at temperature 1, (B, T) float32 on the CPU, on every rank."""
+        scores = torch.zeros(batch.loss_mask.shape)  # (B, T)
+        mine = range(distributed.rank(), len(batch), distributed.world_size())
+        rows = [batch.input_ids[row, : batch.lengths[row]].tolist() for row in mine]
+        for row, log_probs in zip(mine, self._threads.map(self._score, rows), strict=True):
+            scores[row, 1 : 1 + len(log_probs)] = torch.tensor(log_probs)
+        return distributed.sum_over_ranks(scores, device)
+
+    def _score(self, ids: list[int]) -> list[float]:
+        """The log-prob of each token but the first."""
+        # vLLM also samples a token, at least one.
+        body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, **PLAIN_SAMPLING}
+        (choice,) = self._ask("/v1/completions", body, "choices")
+        _, *tokens = choice["prompt_logprobs"]
+        return [tokens[n][str(token)]["logprob"] for n, token in enumerate(ids[1:])]
+
+    def _ask(self, path: str, body: dict[str, Any], name: str) -> Any:
+        """A field of the server's answer; retried if the server fails."""
+        for attempt in range(NUM_ATTEMPTS):
+            time.sleep(attempt)
+            try:
+                return self._server.call("POST", path, body)[name]
+            except ServerFailed as error:
+                last_error = error
+            except (LookupError, TypeError) as error:
+                raise self._server.setup_error(f"does not answer {path} like vLLM") from error
+        raise EngineError(f"{NUM_ATTEMPTS} attempts failed; last error: {last_error}")

@@ -12,6 +12,7 @@ from test_chatapi import ScriptedServer, fails
 from test_engines import finish, run
 from test_processes import module, wait_until
 
+from batching import Batch
 from engines import EngineError, Generation, SamplingSettings
 from sampling import fleet
 from sampling.fleet import FleetEngine, ServerOptions, serve_command, start_servers
@@ -99,6 +100,52 @@ def weights_of(value=1.0):
     """A state dict with a tied head, as PyTorch returns it: two names for one tensor."""
     embedding = torch.full((4, 3), value).bfloat16()
     return {"embed": embedding, "norm": torch.randn(3, 2).T, "lm_head.weight": embedding}
+
+
+# --- A teacher -----------------------------------------------------------------------------------
+
+
+class FakeTokenizer:
+    @staticmethod
+    def encode(text, add_special_tokens):
+        return [7] * len(text)
+
+
+def scored(ids):
+    """vLLM's answer: for each token but the first, its log-prob and that of the likeliest."""
+    tokens = [{str(i): {"logprob": -i / 10}, "999": {"logprob": -0.1}} for i in ids[1:]]
+    return {"choices": [{"prompt_logprobs": [None, *tokens]}]}
+
+
+def test_a_teacher_scores_each_row_and_a_request_that_fails_is_repeated(servers, monkeypatch):
+    monkeypatch.setattr(fleet.time, "sleep", lambda seconds: None)
+    server = servers[0]
+    server.default_answer = lambda path, body: (
+        {"tokens": [7] * len(body["prompt"])} if path == "/tokenize" else scored(body["prompt"])
+    )
+    server.script["/v1/completions"] = [(500, {}, "out of memory")]
+    teacher = fleet.TeacherServer(server.url, FakeTokenizer())
+    ids, lengths = torch.tensor([[5, 6, 7, 8], [5, 9, 0, 0]]), torch.tensor([4, 2])
+    zeros = torch.zeros(2, 4)
+    scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths), "cpu")
+    expected = torch.tensor([[0, -0.6, -0.7, -0.8], [0, -0.9, 0, 0]])
+    torch.testing.assert_close(scores, expected)
+    assert sorted(server.prompts)[-2:] == [[5, 6, 7, 8], [5, 9]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ({"tokens": [1, 2]}, ValueError, "has another tokenizer than the policy"),
+        ({"choices": []}, EngineError, "does not answer /tokenize like vLLM"),
+    ],
+)
+def test_a_teacher_with_another_tokenizer_and_another_server_are_refused(
+    servers, answer, error, message
+):
+    servers[0].default_answer = lambda path, body: answer
+    with pytest.raises(error, match=message):
+        fleet.TeacherServer(servers[0].url, FakeTokenizer())
 
 
 # --- Sampling ------------------------------------------------------------------------------------

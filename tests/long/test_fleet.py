@@ -6,8 +6,10 @@ import pytest
 import torch
 from test_engines import changed, checkpoint, finish, lm, prompt_of, run, trainer_log_probs
 
+from batching import Batch
 from engines import EngineError, SamplingSettings
-from sampling.fleet import FleetEngine, ServerOptions, start_servers
+from models import load_tokenizer
+from sampling.fleet import FleetEngine, ServerOptions, TeacherServer, start_servers
 
 from .test_distributed import run_with_vllm
 
@@ -46,6 +48,16 @@ def test_log_probs_of_a_real_server_equal_the_trainers_before_and_after_new_weig
         for new_lm in (*changed(lm), lm):
             engine.load_weights(new_lm.state_dict().items())
             assert_trainer_agrees(new_lm)
+
+        # A teacher's scores of given tokens, at temperature 1
+        teacher = TeacherServer(urls[0], load_tokenizer(options.model_path))
+        ids = torch.tensor([prompt_of(40, seed=1), prompt_of(40, seed=2)])
+        zeros, lengths = torch.zeros(ids.shape), torch.tensor([40, 31])
+        scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths), "cpu")
+        for row, length in enumerate(lengths.tolist()):
+            first, *rest = ids[row, :length].tolist()
+            expected = trainer_log_probs(lm, [first], rest, 1.0)
+            assert (scores[row, 1:length] - expected).abs().max() < 1e-4
 
         # Sampling ends at a stop token, and an aborted request has no after-effects.
         greedy = run(engine, a=(prompt_of(8), SamplingSettings(8, 0.0)))["a"].token_ids
