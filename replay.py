@@ -219,6 +219,8 @@ def trajectory_text(source: Source, name: str, number: int) -> str:
     for turn_number, turn in enumerate(view["turns"], start=1):
         label = {"plan": "plan", "reflect": "reflection"}.get(turn["kind"], "action")
         lines += block(f"{label} {turn_number}", turn["action_text"])
+        if turn["advice"]:
+            lines += block("oracle", turn["advice"])
         reward = f" ({turn['reward']:+.2f})" if turn["reward"] else ""
         lines += block(f"observation{reward}", turn["observation_text"])
     return "\n".join(lines)

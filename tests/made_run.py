@@ -44,6 +44,7 @@ def play(
     num_wasted = sample % 3
     for number in range(turns):
         thought, action = env.oracle()
+        advice = f"Thought: {thought}\nAction: {action}"
         action = "inventory" if number < num_wasted else action
         text = f"Thought: {thought}\nAction: {action}"
         t.next_prompt()
@@ -52,6 +53,7 @@ def play(
         observation, turn.reward, is_over, _, info = env.step(action)
         turn.observation_text, turn.state = observation, env.state_for_people()
         turn.generate_s, turn.env_s = 0.5, 0.001
+        turn.advice = advice if number < num_wasted else None
         if is_over:
             t.stop("success", info["success"])
             break
@@ -132,7 +134,7 @@ def hostile_line(number: int, text: str) -> str:
     state = {"goal": text, "inventory": {text: 1}, "commands": [text], "plan": [text], text: text}
     turn = {
         **{"action_span": None, "action_text": text, "observation_text": text, "state": state},
-        **{"reward": 0.0, "parse_error": text, "generate_s": 0.1, "env_s": 0.1},
+        **{"reward": 0.0, "parse_error": text, "advice": text, "generate_s": 0.1, "env_s": 0.1},
     }
     line = {
         **{"trajectory_id": f"h{number}", "step": 1, "env": "textcraft", "task_id": text},

@@ -56,6 +56,7 @@ def test_the_terminal_shows_the_newest_run_its_failures_and_a_trajectory(
     assert replay.main(["--text", "--trajectory", "s000001-t0000-k02"]) == 0
     output = capsys.readouterr().out
     assert "action 1  Thought:" in output and "Goal:" in output and "return" in output
+    assert "oracle  Thought:" in output  # what it would have done in the first, wasted turn
 
 
 def test_text_from_a_model_cannot_control_the_terminal(tmp_path, capsys):

@@ -46,7 +46,7 @@ ACTION = re.compile(r"Action:|(?=<tool_call>|\[TOOL_CALLS\]|\{\"name\"|```)")
 # The types of a line's fields, for `fits`.
 TEXT, NUMBER, FLAG = (str, NoneType), (int, float, NoneType), (bool, NoneType)
 TURN = {
-    **{"action_text": str, "observation_text": str, "parse_error": TEXT},
+    **{"action_text": str, "observation_text": str, "parse_error": TEXT, "advice": TEXT},
     **{"reward": NUMBER, "generate_s": NUMBER, "env_s": NUMBER, "action_span": ([int], NoneType)},
 }
 FIELDS = {
@@ -318,8 +318,8 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
 def turn_view(turn: Mapping[str, Any]) -> dict[str, Any]:
     """The texts and numbers of a turn."""
     thought, action = split_action(turn["action_text"])
-    names = ("action_text", "observation_text", "reward", "parse_error", "generate_s", "env_s")
-    fields = {name: turn.get(name) for name in (*names, "state")}
+    names = ("action_text", "observation_text", "reward", "parse_error", "advice", "state")
+    fields = {name: turn.get(name) for name in (*names, "generate_s", "env_s")}
     fields["kind"] = str(turn.get("kind", "act"))
     return {"thought": thought, "action": action, **fields}
 

@@ -14,7 +14,8 @@ function modelText(turn) {
   if (turn.kind in KINDS) return block("thought", KINDS[turn.kind], foreign(turn.action_text, "p"));
   if (turn.action === null) return block("action", "model", foreign(turn.action_text, "p"));
   const thought = turn.thought ? block("thought", "thought", foreign(turn.thought, "p")) : null;
-  return [thought, block("action", "action", foreign(turn.action, "p"))];
+  const advice = turn.advice ? block("thought", "oracle", foreign(turn.advice, "p")) : null;
+  return [thought, block("action", "action", foreign(turn.action, "p")), advice];
 }
 
 function meta(turn) {
