@@ -249,7 +249,7 @@ class RunConfig(UpdateOptions):
     @property
     def asks_oracle(self) -> bool:
         """Whether the environment's oracle says what it would do at each turn of the policy."""
-        return getattr(self, "teacher", None) == ORACLE
+        return getattr(self, "teacher", None) in ORACLES
 
     @property
     def needs_environment(self) -> bool:
@@ -316,7 +316,8 @@ class RunConfig(UpdateOptions):
         return iter(())
 
 
-ORACLE = "oracle"  # the environment's own player as --teacher
+# The environment's own player as --teacher, with thoughts and without
+ORACLES = ("oracle", "oracle-actions")
 # Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
 GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo", "gigpo"), ("ppo",)
 USED_BY = {
@@ -345,7 +346,8 @@ class Config(RunConfig, Objective):
     teacher: str | None = None
     """(distill) checkpoint folder or hub id of a model with the same tokenizer, which scores the
     policy's own tokens, or the URL of a vLLM server with such a model; or oracle, the
-    environment's own player, whose action is imitated in the states that the policy reaches"""
+    environment's own player, whose action is imitated in the states that the policy reaches
+    (oracle-actions: without its thoughts)"""
     gae_unit: Literal["token", "turn"] = "token"
     """(ppo) what a time step is: with turn, all tokens of a turn have the same advantage, and
     --gamma and --lam are per turn"""
@@ -717,8 +719,8 @@ def checked(config: Options) -> Options:
             if not Path(start).is_dir():
                 raise Misuse(f"--warm-start {start} is not auto, never, or a folder")
             check_model(start, "--warm-start")
-        teacher = getattr(config, "teacher", None) or ORACLE
-        if teacher != ORACLE and not is_url(teacher):
+        teacher = getattr(config, "teacher", None)
+        if teacher and not (config.asks_oracle or is_url(teacher)):
             check_model(teacher, "--teacher")
         check_length(config.model, config.max_trajectory_tokens + 1)
         config = with_absolute_paths(config)
@@ -985,7 +987,7 @@ def with_absolute_paths(config: Options) -> Options:
         folder = getattr(config, name, None)
         if (
             folder
-            and folder not in (*SMALL_MODELS, "auto", "never", ORACLE)
+            and folder not in (*SMALL_MODELS, "auto", "never", *ORACLES)
             and Path(folder).is_dir()
         ):
             # Resolve links: checkpoints/best of a run that continues can point elsewhere later.

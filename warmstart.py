@@ -211,10 +211,12 @@ def demonstrations_for(config: RunConfig, count: int, seed: int) -> list[Record]
 
 
 def oracle_style(config: RunConfig) -> OracleStyle:
-    """How the oracle plays in the run's warm start; without one, the default style."""
+    """How the oracle plays for a run: in the style of its warm start, or the default style. With
+    --teacher oracle-actions it has no thoughts, also in the warm start."""
     needed = needs_warm_start(config)
     settings = settings_for(config.model, config.env) if needed else SftSettings()
-    return OracleStyle(settings.slips, settings.thoughts)
+    has_thoughts = getattr(config, "teacher", None) != "oracle-actions"
+    return OracleStyle(settings.slips, settings.thoughts and has_thoughts)
 
 
 def format_of(config: RunConfig) -> ActionFormat:

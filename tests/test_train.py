@@ -373,15 +373,18 @@ def test_a_teacher_equal_to_the_student_teaches_nothing_and_another_tokenizer_is
     assert_one_line(capsys.readouterr().err, "has another tokenizer than the policy")
 
 
-def test_an_oracle_is_imitated_in_the_states_that_the_policy_reaches(tmp_path):
+@pytest.mark.parametrize("teacher", ["oracle", "oracle-actions"])
+def test_an_oracle_is_imitated_in_the_states_that_the_policy_reaches(tmp_path, teacher):
     with serve() as url:
-        settings = {"algorithm": "distill", "teacher": "oracle", "learning_rate": 3e-3}
+        settings = {"algorithm": "distill", "teacher": teacher, "learning_rate": 3e-3}
         code, run_dir = run_in_process(tmp_path, url, steps=3, **settings)
     assert code == 0
     losses = [line["policy/loss"] for line in read_metrics(run_dir)]
     assert losses[2] < losses[0]  # nats per token of what the oracle would have written
     for t in read_log(run_dir / "trajectories/step_000001.jsonl"):
-        assert all("abc" in turn["advice"] for turn in t["turns"])  # also after its own first turn
+        for turn in t["turns"]:  # also after the policy's own first turn
+            assert "abc" in turn["advice"]
+            assert ("first half" in turn["advice"]) == (teacher == "oracle")
 
 
 # --- Failures: exit code 1, one line, no step lost -----------------------------------------------
