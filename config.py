@@ -434,8 +434,10 @@ class Config(RunConfig, Objective):
             raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
         if (self.algorithm == "distill") != (self.teacher is not None):
             raise Misuse("--algorithm distill and --teacher need each other")
-        if is_url(self.teacher or "") and self.temperature != 1:
-            raise Misuse("a --teacher on a server scores at --temperature 1")
+        if self.teacher and is_url(self.teacher):
+            check_addresses("teacher", (self.teacher,))
+            if self.temperature != 1:
+                raise Misuse("a --teacher on a server scores at --temperature 1")
         if not self.keep_uncertain:
             raise Misuse("--keep-uncertain must be above 0")
         if self.dynamic_sampling and self.algorithm not in GROUP_ALGORITHMS:
@@ -466,8 +468,8 @@ class Config(RunConfig, Objective):
         if self.num_optimizer_steps(self.trajectories_per_step) == 1:
             for name in ("clip_ratio_high", "ratio"):
                 yield name, "the only update of a step has ratio 1; lower --mini-batch-size"
-        for name in ("clip_ratio", "kl_coef", "kl_loss_coef", "entropy_coef", "loss_agg"):
-            if self.asks_oracle:
+        if self.asks_oracle:
+            for name in ("clip_ratio", "kl_coef", "kl_loss_coef", "entropy_coef", "loss_agg"):
                 yield name, "the oracle's actions are imitated (losses.imitation_loss)"
         if self.mini_batch_size > (n := self.trajectories_per_step):
             yield "mini_batch_size", f"a step has only {n} trajectories"

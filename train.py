@@ -422,11 +422,8 @@ class RLWorker(Worker):
         c, policy, device = self.config, self.policy.model, self.device
         self.sleep_sampler()
         with phase("log-probs"):
-            if (
-                c.kl_coef
-                or self.teacher is not None
-                or objective.num_optimizer_steps(len(batch)) > 1
-            ):
+            needs_old = c.kl_coef or self.teacher or objective.num_optimizer_steps(len(batch)) > 1
+            if needs_old and not c.asks_oracle:  # imitation has no ratio
                 batch.old_log_probs = score_policy(policy, batch, c, device)
             if self.teacher is not None:
                 batch.teacher_log_probs = self.teacher(batch)

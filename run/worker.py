@@ -39,7 +39,7 @@ from config import (
     value_errors_as_misuse,
 )
 from engines import Engine, EngineError
-from envclient import EnvPool, EnvPools, NotSupported, local_server
+from envclient import EnvPool, EnvPools, NotSupported, StepOutsideEpisode, local_server
 from envs import env_name, tasks_by_env
 from models import (
     describe,
@@ -169,8 +169,9 @@ class Worker:
         for env, (task, *_) in tasks_by_env(self.tasks).items():
             with self.pool.for_env(env).client() as client:
                 observation = client.reset(task.task_index)
-                if c.asks_oracle:
-                    client.oracle()  # AgentGym's servers have none
+                if c.asks_oracle:  # AgentGym's servers have none
+                    with contextlib.suppress(StepOutsideEpisode):  # it knows no move for this task
+                        client.oracle()
                 self.openings.append(self.chat.opening(client.prompt, observation))
                 if c.record_state:
                     with contextlib.suppress(NotSupported):  # AgentGym's servers have no /state
@@ -317,8 +318,8 @@ class Worker:
             record_state=c.record_state,
             weight_version=weight_version,
             agent=agents.make(c.agent, c.attempts),
-            ask_oracle=c.asks_oracle and temperature is None,
-            oracle_thoughts=oracle_style(c).thoughts,
+            ask_oracle=c.asks_oracle and temperature is None,  # not in evaluations
+            oracle_thoughts=c.asks_oracle and oracle_style(c).thoughts,
         )
 
         def work() -> tuple[list[RolloutHandler], tuple[float, float, int]]:

@@ -1,5 +1,4 @@
 """A fleet: several vLLM servers, on other GPUs or other machines, behind one `Engine`.
-A `TeacherServer` is a vLLM server that scores tokens instead of sampling them.
 
     submit       ──> POST /v1/completions to the least busy server: ids in, ids and log-probs out
     poll         <── finished completions from all servers
@@ -13,6 +12,7 @@ The trainer passes weights to the servers through a shared disk (NFS). An NCCL t
 write and a read per step, but it cannot be tested on a CPU. Receiving weights needs vLLM's
 development mode, which has no authentication, so run the fleet on a network that you trust.
 
+A `TeacherServer` is a vLLM server that scores given tokens instead of sampling new ones.
 Read next: `rollout.py`.
 """
 

@@ -223,6 +223,8 @@ MISUSE = {
     "--gae-unit turn": "--gae-unit turn needs --algorithm ppo",
     "--algorithm distill": "--algorithm distill and --teacher need each other",
     "--algorithm distill --teacher nowhere": "--teacher",
+    "--algorithm distill --teacher http://me:key@host:8000": "--teacher expected http://HOST",
+    "--algorithm distill --teacher http://h:8000 --temperature 0.5": "scores at --temperature 1",
     "--keep-uncertain 0": "--keep-uncertain must be above 0",
     "--algorithm ppo --dynamic-sampling 2": "--dynamic-sampling compares samples; ppo does not",
     "--clip-ratio-high 0.1": "--clip-ratio-high 0.1 is below --clip-ratio",
