@@ -130,7 +130,9 @@ def test_a_teacher_scores_each_row_and_a_request_that_fails_is_repeated(servers,
     scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths), "cpu")
     expected = torch.tensor([[0, -0.6, -0.7, -0.8], [0, -0.9, 0, 0]])
     torch.testing.assert_close(scores, expected)
-    assert sorted(server.prompts)[-2:] == [[5, 6, 7, 8], [5, 9]]
+    # Both rows are asked at once, so either can be the one that fails and is asked again.
+    assert len(server.prompts) == 3
+    assert set(map(tuple, server.prompts)) == {(5, 6, 7, 8), (5, 9)}
 
 
 @pytest.mark.parametrize(
