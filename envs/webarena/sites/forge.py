@@ -1,4 +1,4 @@
-"""The forge: projects with issues, commits and members."""
+"""The forge: projects with issues, merge requests, commits and members."""
 
 import random
 from itertools import product
@@ -14,6 +14,8 @@ CREATE TABLE issues (id INTEGER PRIMARY KEY, project TEXT, number INTEGER, title
     UNIQUE (project, title)) STRICT;
 CREATE TABLE commits (hash TEXT PRIMARY KEY, project TEXT, author TEXT, message TEXT, created TEXT)
     STRICT;
+CREATE TABLE merge_requests (id INTEGER PRIMARY KEY, project TEXT, number INTEGER, title TEXT,
+    branch TEXT, author TEXT, state TEXT, created TEXT, UNIQUE (project, title)) STRICT;
 CREATE TABLE members (project TEXT, user TEXT, role TEXT, PRIMARY KEY (project, user)) STRICT;
 CREATE INDEX commits_of_project ON commits (project);
 CREATE INDEX issues_of_project ON issues (project);
@@ -35,6 +37,7 @@ VERBS = "Fix,Improve,Rewrite,Document,Simplify,Test".split(",")
 LABELS = ("bug", "feature", "documentation", "performance", "question")
 ROLES = ("guest", "reporter", "developer", "maintainer")
 STATES = ("open", "closed")
+OUTCOMES = ("open", "merged", "closed")
 VISIBILITIES = ("private", "internal", "public")
 USER = "ada.quill"
 
@@ -42,11 +45,13 @@ USER = "ada.quill"
 def make_rows(random: random.Random) -> web.Rows:
     names = ["Ada Quill", *web.invent_people(random, 60)]
     users = [name.lower().replace(" ", ".") for name in names]
+    teams: dict[str, list[str]] = {}
     yield from (("users", (user,)) for user in users)
     for number, words in enumerate(random.sample([*product(ADJECTIVES, NOUNS)], 50)):
         team = random.sample(users[1:], 5)
         team[0] = USER if number % 6 == 0 else team[0]
         name, path = "-".join(words), f"{team[0]}/{'-'.join(words)}"
+        teams[path] = team
         about = f"The {' '.join(words)} project.", random.randrange(900), name
         yield "projects", (path, team[0], *about, random.choice(VISIBILITIES[1:]))
         for user in team:
@@ -60,6 +65,12 @@ def make_rows(random: random.Random) -> web.Rows:
             message = f"{random.choice(VERBS)} the {random.choice(PARTS)}"
             commit = f"{random.getrandbits(40):010x}", path, random.choice(team), message
             yield "commits", (*commit, web.recent_day(random, 400))
+    for path, team in teams.items():
+        changes = random.sample([*product(VERBS, PARTS)], random.randrange(3, 15))
+        for number, (verb, part) in enumerate(changes, 1):
+            title, branch = f"{verb} the {part}", f"{verb}-{part}".lower().replace(" ", "-")
+            request = path, number, title, branch, random.choice(team), random.choice(OUTCOMES)
+            yield "merge_requests", (None, *request, web.recent_day(random, 200))
 
 
 SITE = web.Site(
@@ -84,6 +95,12 @@ ISSUES = web.Listing(
     f"SELECT * FROM issues WHERE project = {PATH}",
     [web.keyword("title"), web.Filter("State", STATES), web.Filter("Label", LABELS)],
     {"Newest": "created DESC, number DESC", "Oldest": "created, number"},
+)
+REQUESTS = web.Listing(
+    "title /{project}/merge_requests/{number}, author, branch, state",
+    f"SELECT * FROM merge_requests WHERE project = {PATH}",
+    [web.keyword("title"), web.Filter("State", OUTCOMES)],
+    {"Newest": "created DESC, number DESC"},
 )
 SITE.page("", "Projects", PROJECTS)
 SITE.page("/search", "Search results", PROJECTS)
@@ -112,11 +129,13 @@ SITE.page(
     web.Facts("description, visibility, stars"),
     web.Links(
         {"Issues": f"{HERE}/issues", "New issue": f"{HERE}/issues/new"}
+        | {"Merge requests": f"{HERE}/merge_requests"}
         | {"Commits": f"{HERE}/commits", "Members": f"{HERE}/members"}
     ),
     row=PROJECT,
 )
 SITE.page(f"{HERE}/issues", "Issues of {path}", ISSUES, row=PROJECT)
+SITE.page(f"{HERE}/merge_requests", "Merge requests of {path}", REQUESTS, row=PROJECT)
 SITE.page(
     f"{HERE}/commits",
     "Commits of {path}",
@@ -151,12 +170,21 @@ SITE.page(
     ),
     row=PROJECT,
 )
-SET_STATE = "UPDATE issues SET state = '{}' WHERE id = :id"
+SET_STATE = "UPDATE {} SET state = '{}' WHERE id = :id"
 SITE.page(
     f"{HERE}/issues/{{number}}",
     "{title}",
     web.Facts("text, project /{project}, author, assignee, label, state, created"),
-    web.Form("Close issue", {}, SET_STATE.format("closed")),
-    web.Form("Reopen issue", {}, SET_STATE.format("open")),
+    web.Form("Close issue", {}, SET_STATE.format("issues", "closed")),
+    web.Form("Reopen issue", {}, SET_STATE.format("issues", "open")),
     row=f"SELECT * FROM issues WHERE project = {PATH} AND number = :number",
+)
+SET_OPEN = f"{SET_STATE} AND state = 'open'"  # what is merged or closed stays so
+SITE.page(
+    f"{HERE}/merge_requests/{{number}}",
+    "{title}",
+    web.Facts("project /{project}, branch, author, state, created"),
+    web.Form("Merge", {}, SET_OPEN.format("merge_requests", "merged")),
+    web.Form("Close merge request", {}, SET_OPEN.format("merge_requests", "closed")),
+    row=f"SELECT * FROM merge_requests WHERE project = {PATH} AND number = :number",
 )
