@@ -35,7 +35,7 @@ hand, several steps can use the data of one exploration.
     python agentevol.py --data demos.json --iterations 4 --steps 96
     python agentevol.py --env textcraft --learn-from base --merge-with all
 
-Read first: sft.py. Read next: train.py.
+Read first: sft.py. Read next: replay.py.
 """
 
 from __future__ import annotations

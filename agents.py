@@ -11,8 +11,8 @@ sequence, where all later turns see them, and the policy is told to go on.
 All sampled tokens have loss_mask 1, also those of plans and reflections: the return of the episode
 is their only teacher. All that is written here has loss_mask 0.
 
-An attempt ends with the episode, or after `max_rounds` acts. A second attempt shall not be paid for
-what the first has reached, so an act earns only what exceeds the best attempt before:
+An attempt ends with the episode, or after `max_rounds` acts. A second attempt is not paid again for
+progress that the first one made, so an act earns only what exceeds the best attempt before:
 
     r = max(0, score of this attempt after the act - best score of all earlier acts)
 
@@ -22,7 +22,7 @@ The rollout (rollout.py) and the evaluation over a chat server (sampling/chatapi
 two methods: `opening` for the first text, `next_text` after each turn of the policy.
 
 Sources: Plan-and-Solve (https://arxiv.org/abs/2305.04091); Reflexion, which does not train
-(https://arxiv.org/abs/2303.11366). Read next: rollout.py.
+(https://arxiv.org/abs/2303.11366). Read next: evaluate.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ values from a preset:
     one-gpu  settings with which another project trained the same model on one GPU (LoRA)
     none     the defaults in this file, and all training tasks of the environment
 
-Read next: `train.py`.
+Read next: data.py.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class Config(RunConfig, Objective):
     ignored with --kl-coef, --overlong-penalty or --normalize-per-env, because the advantages may
     not be 0"""
     dynamic_sampling: int = 0
-    """(grpo, rloo, gigpo) play another task for each whose samples earned equal returns, in at most
+    """(grpo, rloo, gigpo) replace each task whose samples all earned the same return, in at most
     N more rounds of rollouts per step (DAPO); 0: off"""
     keep_uncertain: float = 1.0
     """train only on this share of a step's groups, those with the largest spread of returns

@@ -14,7 +14,7 @@ encoding its text again can produce different tokens.
 An oracle demonstrates tasks: at each turn, the environment server names a good action.
 conversations.py reads conversations from files and earlier runs.
 
-Read next: sft.py. Lesson: tutorials/14_imitation.md.
+Read next: warmstart.py. Lesson: tutorials/14_imitation.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ samples every sequence separately with a seeded generator. A trajectory then dep
 (weights, prompt, seed), which tests and exact resume rely on. Training normally uses vLLM in the
 same process (`sampling/vllm_engine.py`) or on vLLM servers (`sampling/fleet.py`).
 
-Read next: `run/worker.py`, which connects engine, trainer and environments.
+Read next: config.py. `run/worker.py` connects engine, trainer and environments.
 """
 
 from __future__ import annotations

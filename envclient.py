@@ -19,7 +19,7 @@ A client repeats a request only if the server is full (429), because a full serv
 It never repeats a /step whose answer was lost, because the action may have been executed. Instead
 the pool avoids the dead server, and rollout.py plays the episode again.
 
-Read next: rollout.py, which plays many clients at once.
+Read next: formats.py.
 """
 
 import contextlib

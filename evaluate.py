@@ -22,7 +22,7 @@ How to run:
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C. Finished
 episodes are always written, except with exit code 2.
 
-Read next: reporting/scoring.py for the numbers, rollout.py for the rollout loop.
+Read next: chat.py. The numbers are computed in reporting/scoring.py.
 """
 
 import contextlib

@@ -7,8 +7,8 @@
 It never changes a run. It can show a run that is still training, and updates the page as the run
 grows. The page loads nothing from other machines. It opens only at the printed address, whose token
 other users of this machine do not know. (A browser's command line shows it: use --no-browser where
-others can list your processes.) To view the page from another machine, first run
-`ssh -L 8610:127.0.0.1:8610 HOST` there, then open the printed address there.
+others can list your processes.) To view the page from another machine, run
+`ssh -L 8610:127.0.0.1:8610 HOST` on it, where HOST runs replay.py, and open the printed address.
 
 How to run:
 

@@ -388,8 +388,8 @@ class RLWorker(Worker):
     def replace_tasks_without_signal(
         self, step: int, trajectories: Sequence[RolloutHandler], horizons: Mapping[str, int]
     ) -> list[RolloutHandler]:
-        """With --dynamic-sampling N, play another task for each whose samples earned the same
-        return (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds."""
+        """With --dynamic-sampling N, replace each task whose samples all earned the same return
+        with another one (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds."""
 
         def count_without_signal(played: Sequence[RolloutHandler]) -> int:
             return sum(map(are_equal, returns_by_group(played).values()))

@@ -15,7 +15,7 @@ adapter is used if model, data and settings match. `--warm-start` also accepts a
 a checkpoint of sft.py.
 
 Every run begins here, so this code is separate from sft.py, which is a complete program with
-evaluation and resume. Read next: train.py, sft.py.
+evaluation and resume. Read next: conversations.py, sft.py.
 """
 
 from __future__ import annotations
