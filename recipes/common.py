@@ -119,7 +119,8 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     # whose demonstrations are in a file ignores num_demonstrations. The preset has set options.
     ignored = CHANGEABLE_ON_RESUME - {"steps", "learning_rate_decay_steps"}
     ignored |= {"seed", "config", "preset", "tasks", "eval_tasks", "data", "num_demonstrations"}
-    ignored |= {"eval_start_samples"}  # an evaluation records its own number
+    # An evaluation records its step and its number of samples.
+    ignored |= {"eval_start_samples", "eval_every"}
     defaults = json.loads(json.dumps({f.name: f.default for k in CLASSES for f in fields(k)}))
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
     for config in configs:  # an option that has become another one

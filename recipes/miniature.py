@@ -92,6 +92,12 @@ TEMPERATURES = ("--eval-temperatures", "1", "0.3", "--eval-start-samples", "1")
 TWICE = ("--eval-tasks", "recipes/laboratory/evaluated.json", *TEMPERATURES)
 
 
+def late(steps: int) -> tuple[str, str]:
+    """Options to evaluate after two thirds of the steps and at the end. Arms are compared after
+    equal turns, which are between the two."""
+    return ("--eval-every", str(2 * steps // 3))
+
+
 def at_rate(name: str, rate: float) -> str:
     return f"{name}-at-{rate:g}"
 
@@ -161,17 +167,19 @@ ARMS: dict[str, Arm] = {
 }
 ARMS |= {
     at_rate(name, rate): replace(
-        ARMS[name], options=(*ARMS[name].options, *rate_options("grpo", rate), *TWICE)
+        ARMS[name],
+        options=(*ARMS[name].options, *rate_options("grpo", rate), *TWICE, *late(ARMS[name].steps)),
     )
     for rate in RATES
     for name in HORIZONS
 }
 # As many updates as `short`, from fewer goals per step, so that the turns are equal, too.
 ARMS |= {
-    "long-often": Arm(("--tasks-per-step", "3", "--eval-every", "60", *TWICE), steps=SHORT_STEPS),
-    "stepwise-often": Arm(
-        ("--tasks-per-step", "4", *widening_options(every=60), *TWICE), steps=SHORT_STEPS
-    ),
+    name: Arm((*options, *TWICE, "--on-collapse", "warn", *late(SHORT_STEPS)), steps=SHORT_STEPS)
+    for name, options in {
+        "long-often": ("--tasks-per-step", "3"),
+        "stepwise-often": ("--tasks-per-step", "4", *widening_options(every=60)),
+    }.items()
 }
 OFTEN = ("long-often", "stepwise-often")
 ARMS |= {
