@@ -155,19 +155,20 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def over_kinds(differences: Mapping[str, float], kind_of: KindOf) -> dict[str, Any]:
-    """The mean of the goals' differences with its interval over kinds; no interval for one kind.
+    """The mean of the goals' differences with its interval over kinds; fewer than four kinds say
+    too little about others for an interval.
 
-    >>> differences = {"a1": 0.5, "a2": 0.5, "b1": 0.0, "b2": 0.0}
+    >>> differences = {"a1": 0.5, "a2": 0.5, "b1": 0.0, "b2": 0.0, "c1": 0.5, "d1": 0.5}
     >>> estimate = over_kinds(differences, kind_of=lambda task_id: task_id[0])
     >>> [round(estimate[name], 2) for name in ("value", "low", "high")]
-    [0.25, -2.93, 3.43]
+    [0.33, -0.15, 0.81]
     """
     mean = statistics.fmean(differences.values())
     sums: dict[str, float] = defaultdict(float)
     for task_id, difference in differences.items():
         sums[kind_of(task_id)] += difference - mean
     count = len(sums)
-    if count == 1 or not any(sums.values()):  # nothing to estimate a spread from
+    if count < 4 or not any(sums.values()):  # nothing to estimate a spread from
         return {"value": mean, "low": None, "high": None, "kinds": count}
     error = math.sqrt(count / (count - 1) * sum(x**2 for x in sums.values())) / len(differences)
     half = t_quantile(0.975, count - 1) * error

@@ -74,14 +74,15 @@ def goals(part: str, tiers: Mapping[str, Sequence[int]], **counts: int) -> list[
 def lists() -> dict[str, list[int]]:
     """The committed id lists. `long_*` are for horizons up to 24; a third of their goals is far."""
     held_out = goals("held_out", PLAYED, near=15, middle=15)
-    long_held_out = goals("held_out", LONG, near=8, middle=15, far=30)
-    development = goals("development", LONG, near=2, middle=5, far=10)
+    development = goals("development", PLAYED, near=5, middle=5)
     return {
         "train": goals("train", PLAYED, near=40, middle=40),
         "held_out": held_out,
-        "evaluated": held_out + goals("development", PLAYED, near=5, middle=5),
+        "development": development,
+        "evaluated": held_out + development,
         "long_train": goals("train", LONG, near=20, middle=20, far=40),
-        "long_evaluated": long_held_out + development,
+        "long_held_out": goals("held_out", LONG, near=8, middle=15, far=30),
+        "long_development": goals("development", LONG, near=2, middle=5, far=10),
     }
 
 

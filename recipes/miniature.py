@@ -20,6 +20,7 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,9 +88,9 @@ def pilot(algorithm: str, rate: float) -> str:
     return f"{algorithm}-{rate:g}"
 
 
-# Evaluate at two temperatures, and also on the mazes that choose each arm's learning rate.
-TEMPERATURES = ("--eval-temperatures", "1", "0.3", "--eval-start-samples", "1")
-TWICE = ("--eval-tasks", "recipes/laboratory/evaluated.json", *TEMPERATURES)
+TWICE = ("--eval-temperatures", "1", "0.3", "--eval-start-samples", "1")
+# Also on the mazes that choose each arm's learning rate.
+EVALUATED = ("--eval-tasks", "recipes/laboratory/evaluated.json", *TWICE)
 
 
 def late(steps: int) -> tuple[str, str]:
@@ -168,14 +169,19 @@ ARMS: dict[str, Arm] = {
 ARMS |= {
     at_rate(name, rate): replace(
         ARMS[name],
-        options=(*ARMS[name].options, *rate_options("grpo", rate), *TWICE, *late(ARMS[name].steps)),
+        options=(
+            *(*ARMS[name].options, *rate_options("grpo", rate)),
+            *(*EVALUATED, *late(ARMS[name].steps)),
+        ),
     )
     for rate in RATES
     for name in HORIZONS
 }
 # As many updates as `short`, from fewer goals per step, so that the turns are equal, too.
 ARMS |= {
-    name: Arm((*options, *TWICE, "--on-collapse", "warn", *late(SHORT_STEPS)), steps=SHORT_STEPS)
+    name: Arm(
+        (*options, *EVALUATED, "--on-collapse", "warn", *late(SHORT_STEPS)), steps=SHORT_STEPS
+    )
     for name, options in {
         "long-often": ("--tasks-per-step", "3"),
         "stepwise-often": ("--tasks-per-step", "4", *widening_options(every=60)),
@@ -183,11 +189,13 @@ ARMS |= {
 }
 OFTEN = ("long-often", "stepwise-often")
 ARMS |= {
-    "practise": replace(ARMS["rl"], options=(*ARMS["rl"].options, *TWICE)),
+    "practise": Arm(
+        (*SHORT, *WEAK, "--on-collapse", "warn", *TWICE, "--eval-every", "360"), steps=360
+    ),
     # Imitates the policy's own successes in every 60 goals; plays as many episodes as `practise`.
     "filter": Arm(
         (*METHOD, *WEAK, *EVOLVE, "--iterations", "48", "--tasks-per-iteration", "60")
-        + ("--learning-rate", "2e-4", *TWICE),
+        + ("--learning-rate", "2e-4", *TWICE, "--eval-every", "480"),
         steps=480,
         program="agentevol.py",
         num_demonstrations=8,
@@ -199,49 +207,54 @@ ARMS |= {
 @dataclass(frozen=True)
 class Choice:
     """An arm whose learning rate is chosen by pilots: the rate that solves the most mazes for
-    choosing settings, in at most `within` turns."""
+    choosing settings, in at most `within` turns. Pilots play no other mazes."""
 
     make: Callable[[float], Arm]
     rates: tuple[float, ...]
     within: int
     seeds: tuple[int, ...]
-    falls_with: str = ""  # instead, the lowest rate at which this arm's pilot ends below its start
+    mazes: str  # id list for choosing
+    temperature: float = 1.0  # of the pilots' evaluations
+    # Instead, the lowest rate at which this arm's pilot solves less than half of its start.
+    falls_with: str = ""
 
 
 def imitation(rate: float) -> Arm:
     options = (*ARMS["imitation"].options, "--learning-rate", f"{rate:g}", *TWICE)
-    return replace(ARMS["imitation"], options=options)
+    return replace(ARMS["imitation"], options=(*options, "--eval-every", "144"))
 
 
 # Goals of which a third are far, with horizons of up to 24 turns, and the paper's KL loss.
 LONG_GOALS = (
     *("--model", "recipes/starts/tiny-babyai-far", "--tasks", "recipes/laboratory/long_train.json"),
-    *("--eval-tasks", "recipes/laboratory/long_evaluated.json", "--eval-rounds", "24"),
-    *("--max-trajectory-tokens", "3456", "--kl-loss-coef", "1e-3", *TEMPERATURES),
+    *("--eval-tasks", "recipes/laboratory/long_held_out.json", "--eval-rounds", "24"),
+    *("--max-trajectory-tokens", "3456", "--kl-loss-coef", "1e-3", *TWICE),
 )
+EVERY_21 = ("--steps-scaling-inter", "21")
 CAPS: dict[str, tuple[tuple[str, ...], int]] = {  # options and steps, for about 36,000 turns
-    "cap8": (("--rounds", "8", "--eval-every", "48"), 96),
-    "cap24": (("--rounds", "24", "--eval-every", "22"), 44),
+    "cap8": (("--rounds", "8"), 96),
+    "cap24": (("--rounds", "24"), 44),
     "grow": (
-        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "8", "12", "24")
-        + ("--steps-scaling-inter", "21", "--eval-every", "21"),
+        ("--rounds-scheduler", "scaling_inter_stepwise", "--rounds", "8", "12", "24", *EVERY_21),
         63,
     ),
-    "shrink": (
-        ("--rounds-scheduler", "stepwise", "--rounds", "24", "12", "8")
-        + ("--steps-scaling-inter", "21", "--eval-every", "21"),
-        63,
-    ),
+    "shrink": (("--rounds-scheduler", "stepwise", "--rounds", "24", "12", "8", *EVERY_21), 63),
 }
+GATE_SEEDS = (0, 1)  # PRIMARY["growth"] says when there are more
 
 
 def long_arm(cap: str, rate: float) -> Arm:
     options, steps = CAPS[cap]
-    return Arm((*LONG_GOALS, *options, *rate_options("grpo", rate)), steps=steps)
+    return Arm((*LONG_GOALS, *options, *rate_options("grpo", rate), *late(steps)), steps=steps)
 
 
-CHOICES = {"imitate": Choice(imitation, (1e-4, 3e-4, 1e-3), FEW, SEEDS)}
-CHOICES |= {cap: Choice(partial(long_arm, cap), (3e-5, 1e-4), MANY, FIVE_SEEDS) for cap in CAPS}
+CHOICES = {
+    "imitate": Choice(imitation, (1e-4, 3e-4, 1e-3), FEW, SEEDS, "development", temperature=0.3)
+}
+CHOICES |= {
+    cap: Choice(partial(long_arm, cap), (3e-5, 1e-4), MANY, GATE_SEEDS, "long_development")
+    for cap in CAPS
+}
 
 
 # A setting that may destroy the policy: a high rate, and four updates from the same trajectories.
@@ -260,7 +273,11 @@ def hot_arm(name: str, rate: float) -> Arm:
 
 
 CHOICES |= {
-    name: Choice(partial(hot_arm, name), (3e-4, 1e-3), MANY, SEEDS, "hot-cap24") for name in HOT
+    name: Choice(
+        *(partial(hot_arm, name), (3e-4, 1e-3), MANY, SEEDS, "long_development"),
+        falls_with="hot-cap24",
+    )
+    for name in HOT
 }
 
 
@@ -269,8 +286,18 @@ def pilots_of(name: str) -> tuple[str, ...]:
     return tuple(at_rate(choice.falls_with or name, rate) for rate in choice.rates)
 
 
+def pilot_arm(choice: Choice, rate: float) -> Arm:
+    arm = choice.make(rate)
+    options = (
+        *("--eval-tasks", f"recipes/laboratory/{choice.mazes}.json", "--eval-samples", "8"),
+        *("--eval-temperatures", f"{choice.temperature:g}", "--eval-start-samples", "4"),
+        *("--eval-every", str(arm.steps)),
+    )
+    return replace(arm, options=(*arm.options, *options), seeds=(PILOT_SEED,))
+
+
 ARMS |= {
-    pilot_name: replace(choice.make(rate), seeds=(PILOT_SEED,))
+    pilot_name: pilot_arm(choice, rate)
     for name, choice in CHOICES.items()
     for pilot_name, rate in zip(pilots_of(name), choice.rates, strict=True)
     if choice.falls_with in ("", name)
@@ -303,12 +330,16 @@ FIGURES: dict[str, tuple[str, ...]] = {
 PRIMARY = {
     "rates": "stepwise minus short, each at the rate that solves most development mazes in 16 "
     "turns (mean of three seeds), on held-out mazes in 16 turns, temperature 1, equal turns",
-    "imitation": "practise minus imitate, on held-out mazes in 4 turns at the end, temperature 0.3",
-    "growth": "grow minus cap24, each at the rate of its pilots, on held-out far mazes in 24 "
-    "turns, temperature 1, equal turns, five seeds. After two seeds: unless cap8 is 8 points below "
-    "cap24 there, these goals do not need the long horizon, and the figure needs other goals",
-    "hot": "hot-grow minus hot-cap24, on held-out mazes in 24 turns, temperature 1, equal turns, "
-    "at the lowest rate at which the pilot of hot-cap24 ends below its start on development mazes",
+    "imitation": "practise minus imitate, on near held-out mazes (the only ones that the teacher "
+    "demonstrates) in 4 turns at the end, temperature 0.3",
+    "growth": "grow minus cap24, each at the rate of its pilots, on all held-out mazes in 24 "
+    "turns, temperature 1, equal turns, five seeds. Growing helps if the intervals over goals "
+    "and over seeds are above 0; it does not help if the one over seeds ends below +3. "
+    "After two seeds: if the interval of cap24 minus cap8 over goals, on far mazes, ends "
+    "below +8, these goals do not need the long horizon, and the figure needs other goals",
+    "hot": "how many of three runs collapse, hot-grow against hot-cap24, at the lowest rate at "
+    "which the pilot of hot-cap24 ends below half of its start on development mazes; then their "
+    "difference on all held-out mazes in 24 turns, temperature 1, equal turns",
 }
 
 
@@ -356,7 +387,8 @@ def best_rate(name: str, results: Results) -> float | None:
         for index in (-1, 0)
     )
     if choice.falls_with:
-        return min((rate for rate in choice.rates if ends[rate] < starts[rate]), default=None)
+        half = statistics.fmean(starts.values()) / 2
+        return min((rate for rate in choice.rates if ends[rate] < half), default=None)
     return max(choice.rates, key=lambda rate: ends[rate])
 
 
@@ -486,22 +518,22 @@ def play_teacher(samples: int = 8) -> Result:
     return {"hours": 0.0, "curve": [], "held_out": [{"step": 0, "solved_in": solved_in}]}
 
 
-def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> bool:
-    """Start or resume the run; return False if there is nothing to run, or if another process is
-    at it."""
+def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> str:
+    """Start or resume the run, and return "run"; return "nothing" if there is nothing to run, or
+    "elsewhere" if another process is at it."""
     arm = arm_of(name, read_results(FOLDER, RUNS / "results"))
     if arm is None or not arm.program:
-        return False
+        return "nothing"
     RUNS.mkdir(parents=True, exist_ok=True)
     with open(RUNS / f"{name}-{seed}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
+            return "elsewhere"
         if (name, seed) in read_results(FOLDER, RUNS / "results"):
-            return False
+            return "nothing"
         write_json(folder / f"{name}-{seed}.json", play(name, arm, seed, extra))
-    return True
+    return "run"
 
 
 def main() -> None:
@@ -520,11 +552,14 @@ def main() -> None:
     os.chdir(ROOT)
     print(status(options.figure, read_results(FOLDER, RUNS / "results")), flush=True)
     folder = FOLDER if options.commit else RUNS / "results"
-    # Repeat until no run is missing, because an estimator's runs wait for its pilots.
-    while command == "run" and any(
-        run_if_missing(*run, folder, extra) for run in run_queue(options.figure)
-    ):
-        pass
+    # Repeat until no run is missing, because some runs wait for pilots, which may be elsewhere.
+    while command == "run":
+        queue = run_queue(options.figure)
+        outcomes = {run_if_missing(*run, folder, extra) for run in queue}
+        if outcomes == {"nothing"}:
+            return
+        if "run" not in outcomes:
+            time.sleep(30)
 
 
 if __name__ == "__main__":

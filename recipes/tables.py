@@ -268,9 +268,10 @@ def config_of(runs: Runs) -> Mapping[str, Any]:
 
 @cache
 def evaluations_of(model: str, temperature: str) -> tuple[Result, ...]:
-    """The laboratory's runs whose first evaluation measures these weights."""
+    """The laboratory's runs whose first evaluation measures these weights on held-out mazes."""
     results = laboratory_results(include_uncommitted).values()
     runs = [r for r in results if r["curve"] and r["config"]["model"] == model]
+    runs = [r for r in runs if r["held_out"][0]["solved_in"]]
     return tuple(r for r in runs if not temperature or r.get("held_out_at"))
 
 
@@ -291,12 +292,17 @@ def reading_of(runs: Runs, unit: str, temperature: str = "") -> Callable[[float]
     return lambda limit: at(budget, unit, limit, temperature)
 
 
-def spread_in(runs: Runs, reading: Reading) -> Spread:
-    """The spread of the runs in a figure, without arms that collapsed, whose spread is another."""
+def spread_in(runs: Runs, reading: Reading, pair: Sequence[str] = ()) -> Spread:
+    """The spread of the runs in a figure, without arms that collapsed, whose spread is another;
+    but always with the arms of `pair`."""
     base = fmean(pooled(start_of(runs), start).values())
-    trained = [results for results in runs.values() if results[0]["curve"]]
-    alive = [arm for arm in trained if fmean(pooled(arm, end).values()) > base / 2]
-    return spread(alive, reading, SAMPLES)
+    trained = {arm: results for arm, results in runs.items() if results[0]["curve"]}
+    alive = [
+        results
+        for arm, results in trained.items()
+        if arm in pair or fmean(pooled(results, end).values()) > base / 2
+    ]
+    return spread(alive or list(trained.values()), reading, SAMPLES)
 
 
 def limits_of(runs: Runs) -> tuple[int, ...]:
@@ -348,7 +354,7 @@ def comparison(
     lines += [*markdown(titles, rows), ""]
     gains = []
     for arm, baseline in pairs:
-        is_start = baseline not in runs
+        is_start = baseline == "its start"
         base, read = (before, first) if is_start else (runs[baseline], reading)
         cells = [
             compare(runs[arm], base, reading(n), read(n), level_of, run_spread, is_start)
@@ -414,10 +420,12 @@ def best_rates(runs: Runs) -> dict[str, str]:
     return {h: max(names, key=lambda name: means[name]) for h, names in arms.items() if names}
 
 
-def late_mean(results: Sequence[Result], name: str) -> float:
-    """The mean of a metric over the last sixth of the steps; steps without an update have none."""
+def late_mean(results: Sequence[Result], name: str, digits: int) -> str:
+    """The mean of a metric over the last sixth of the steps. Steps without an update have none; if
+    there are no others, "-"."""
     rows = [row for r in results for row in r["curve"][-len(r["curve"]) // 6 :]]
-    return fmean(row[name] for row in rows if name in row)
+    values = [row[name] for row in rows if name in row]
+    return f"{fmean(values):.{digits}f}" if values else "-"
 
 
 def rates() -> list[str]:
@@ -426,7 +434,7 @@ def rates() -> list[str]:
     if not runs:
         return []
     for arm, results in runs.items():
-        entropy = f"{late_mean(results, 'policy/entropy'):.2f}"
+        entropy = late_mean(results, "policy/entropy", 2)
         rows.append([arm, seeds_in(results), cell(results, development), entropy])
     for temperature in ("", COOL):
         reading = reading_of(runs, "turns", temperature)
@@ -435,9 +443,10 @@ def rates() -> list[str]:
             for row, results in zip(rows, runs.values(), strict=True):
                 row.append(cell(results, reading(n)))
     lines += [*markdown(titles, rows), ""]
-    best = best_rates(runs)
-    if best.keys() < set(HORIZONS):
+    arms = miniature.FIGURES["rates"]
+    if any(len(runs.get(arm, ())) < len(miniature.SEEDS) for arm in arms):
         return lines
+    best = best_rates(runs)
     chosen = {horizon: runs[arm] for horizon, arm in best.items()}
     in_all_turns = reading_of(chosen, "turns")(ALL_TURNS)
     lines += [*primary("rates", chosen, ("stepwise", "short"), in_all_turns), ""]
@@ -445,18 +454,20 @@ def rates() -> list[str]:
     for temperature in ("", COOL):
         lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
         lines += [*comparison(chosen, pairs, "turns", True, temperature), ""]
-    equal = {arm: runs[arm] for arm in (at_rate("short", 1e-4), *OFTEN) if arm in runs}
-    pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN if arm in equal]
+    equal = {arm: runs[arm] for arm in (at_rate("short", 1e-4), *OFTEN)}
+    pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN]
     lines += ["Equal turns and equal updates (180), learning rate 1e-4:", ""]
     return [*lines, *comparison(equal, pairs, "turns", True), "", *by_level(runs, "turns")]
 
 
 def primary(figure_name: str, runs: Runs, pair: tuple[str, str], reading: Reading) -> list[str]:
     """The comparison that a figure was made for, and how large a difference it could find."""
-    (a, b), run_spread = (runs[arm] for arm in pair), spread_in(runs, reading)
+    (a, b), run_spread = (runs[arm] for arm in pair), spread_in(runs, reading, pair)
     difference = compare(a, b, reading, reading, level_of, run_spread)
+    text = f"Primary comparison: {PRIMARY[figure_name]}. Result: {difference}."
+    if not run_spread.freedom:
+        return [text]
     effect = 100 * run_spread.detectable(min(len(a), len(b)))
-    text = f"Primary comparison: {PRIMARY[figure_name]}: {difference}."
     return [f"{text} A true difference of {effect:.1f} points would be found with power 0.8."]
 
 
@@ -465,7 +476,7 @@ def imitation() -> list[str]:
     arms = {arm: runs[arm] for arm in ("practise", "imitate", "filter") if arm in runs}
     if len(arms) < 3:
         return []
-    reading = reading_of(arms, "", COOL)(FEW_TURNS)
+    reading = only(reading_of(arms, "", COOL)(FEW_TURNS), in_tier("near"))
     lines = [*primary("imitation", arms, ("practise", "imitate"), reading), ""]
     pairs = [*from_start(list(arms)), ("practise", "imitate"), ("practise", "filter")]
     for temperature in ("", COOL):
@@ -474,20 +485,21 @@ def imitation() -> list[str]:
     return lines[:-1]
 
 
-def growth(name: str, arms: Sequence[str], tier: str = "") -> list[str]:
+def growth(name: str, arms: Sequence[str]) -> list[str]:
     """Is there a regime in which it helps to grow the horizon?
 
     Args:
         arms: the short horizon, the long one, the growing one, and another one that may be stable.
-        tier: the goals of the primary comparison; "" for all.
     """
     runs = {arm: results for arm, results in runs_of(name).items() if arm in arms}
-    if len(runs) < len(arms):
+    if len(runs) < len(arms) or len({len(results) for results in runs.values()}) > 1:
         return []
     short, long, grow, other = arms
     reading = reading_of(runs, "turns")(MANY)
-    asked = only(reading, in_tier(tier)) if tier else reading
-    lines = [*primary(name, runs, (grow, long), asked), ""]
+    lines = [*primary(name, runs, (grow, long), reading), ""]
+    far = only(reading, in_tier("far"))
+    gap = compare(runs[long], runs[short], far, far, level_of, spread_in(runs, far, (long, short)))
+    lines += [f"Do far mazes need the long horizon? {long} − {short} there: {gap}.", ""]
     pairs = [(long, short), (grow, short), (grow, long), (grow, other)]
     for temperature in ("", COOL):
         lines += [f"Temperature {temperature or 1}:", ""]
@@ -502,11 +514,11 @@ def growth(name: str, arms: Sequence[str], tier: str = "") -> list[str]:
         cuts = [
             fmean(row[x] for row in curve) for x in ("train/stop/max_rounds", "train/cut_turn_rate")
         ]
-        late = [late_mean(results, x) for x in ("policy/entropy", "policy/kl")]
+        late = [late_mean(results, x, 3) for x in ("policy/entropy", "policy/kl")]
         falls = [f"{turns:,.0f}" for turns in map(collapse, results) if turns]
         minutes = fmean(result["curve"][-1]["cpu_seconds"] for result in results) / 60
         rate = f"{results[0]['config']['learning_rate']:g}"
-        cells = [*(f"{100 * x:.0f}" for x in (mixed, *cuts)), *(f"{x:.3f}" for x in late)]
+        cells = [*(f"{100 * x:.0f}" for x in (mixed, *cuts)), *late]
         cells += [f"{len(falls)} of {len(results)}: {', '.join(falls) or '-'}", f"{minutes:.0f}"]
         rows.append((arm, rate, *cells))
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
@@ -783,7 +795,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "horizons": horizons,
     "rates": rates,
     "imitation": imitation,
-    "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink"), "far"),
+    "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink")),
     "hot": partial(growth, "hot", ("hot-cap8", "hot-cap24", "hot-grow", "hot-clamp")),
     "widening": widening,
     "noise": noise,

@@ -104,10 +104,12 @@ def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatc
     options = checked(read_command_line(words, CONFIGS[arm.program])[0])
     lists = [Path(path).stem for path in (options.tasks, options.eval_tasks)]
     if "long_train" in lists:
-        assert (options.evaluation_rounds, lists) == (24, ["long_train", "long_evaluated"])
+        assert options.evaluation_rounds == 24
+        assert lists[1] in ("long_held_out", "long_development")
     else:
         assert options.evaluation_rounds == 16
-        assert lists in (["train", "held_out"], ["train", "evaluated"])
+        assert lists[0] == "train" and lists[1] in ("held_out", "evaluated", "development")
+    assert ("development" in lists[1]) == (arm.seeds == (miniature.PILOT_SEED,) and "-at-" in name)
     assert (options.steps, options.seed) == (arm.steps, 1)
 
 
@@ -127,7 +129,7 @@ def solving(start, end):
 
 
 @pytest.mark.parametrize(
-    ("ends", "best", "falls"), [((6, 4), 0, 1), ((2, 4), 1, 0), ((6, 7), 1, 2)]
+    ("ends", "best", "falls"), [((5, 2), 0, 1), ((1, 2), 1, 0), ((3, 6), 1, 2)]
 )
 def test_pilots_choose_the_best_rate_or_the_lowest_that_falls(ends, best, falls):
     for name, rates in (("grow", (3e-5, 1e-4)), ("hot-grow", (3e-4, 1e-3, None))):
@@ -137,6 +139,48 @@ def test_pilots_choose_the_best_rate_or_the_lowest_that_falls(ends, best, falls)
         assert miniature.best_rate(name, results) == chosen
         results.popitem()
         assert miniature.best_rate(name, results) is None
+
+
+def run_of(solved, updates=True):
+    """A made-up run of `growth` or `hot`: how many of ten goals it solves at its start and end."""
+    goals = [f"babyai_{index}" for index in laboratory.lists()["long_held_out"][::14]]
+    held_out = [
+        {
+            "step": step,
+            "samples": 2,
+            "solved_in": {g: [5 * (i < n)] * 2 for i, g in enumerate(goals)},
+        }
+        for step, n in zip((0, 44), solved)
+    ]
+    metrics = ("groups_mixed", "groups", "success_rate", "stop/max_rounds", "cut_turn_rate")
+    row = {f"train/{name}": 0.5 for name in metrics} | {"cpu_seconds": 60}
+    row |= {"policy/entropy": 0.3, "policy/kl": 0.1} if updates else {}
+    config = {"model": "far", "eval_rounds": 24, "learning_rate": 1e-3}
+    curve = [row | {"step": step, "turns": 100 * step} for step in range(1, 45)]
+    common_part = {"seed": 0, "config": config, "git_commit": "abcdefgh", "curve": curve}
+    return common_part | {"held_out": held_out, "held_out_at": {"0.3": held_out}}
+
+
+def test_the_report_shows_arms_that_collapsed_and_none_that_is_unfinished(monkeypatch):
+    runs = {(arm, seed): run_of((6, 8)) for arm in miniature.HOT for seed in (0, 1)}
+    monkeypatch.setattr(tables, "laboratory_results", lambda uncommitted: runs)
+    tables.evaluations_of.cache_clear()
+    report = tables.TABLES["hot"]
+    assert any("Result: +0.0" in line for line in report())
+    dead = {("hot-cap24", seed): run_of((6, end), updates=False) for seed, end in ((0, 0), (1, 8))}
+    runs |= dead
+    lines = report()
+    assert any(
+        line.startswith("| hot-cap24 | 0.001 | 100 |") and "| - | - |" in line for line in lines
+    )
+    (first,) = [line for line in lines if line.startswith("Primary comparison")]
+    low, high = re.search(r"seeds \[([+-][\d.]+), ([+-][\d.]+)\]", first).groups()
+    assert float(high) - float(low) > 60  # the runs of the arm that fell are far apart
+    runs |= {(arm, seed): run_of((6, 0), updates=False) for arm in miniature.HOT for seed in (0, 1)}
+    assert report()  # all collapsed
+    del runs["hot-grow", 1]
+    assert report() == []
+    tables.evaluations_of.cache_clear()
 
 
 def test_a_collapse_is_found_where_success_stays_below_half():
@@ -184,12 +228,11 @@ def test_runs_cannot_agree_more_closely_than_their_evaluations():
 def test_a_difference_has_an_interval_for_goals_kinds_and_seeds():
     before = runs_with((0.5, 0.5, 0.5, 0.5))
     after = runs_with((1.0, 1.0, 0.5, 0.5), (1.0, 1.0, 0.5, 0.5))
-    kind_of = {"a": "x", "b": "x", "c": "y", "d": "y"}.get
-    arguments = (after, before, read, read, kind_of, evidence.Spread(0.1, 2))
+    arguments = (after, before, read, read, str, evidence.Spread(0.1, 2))  # each goal is a kind
     difference = evidence.compare(*arguments)
     for estimate in vars(difference).values():
         assert estimate["value"] == pytest.approx(0.25)
-    assert difference.kinds["high"] == pytest.approx(0.25 + 12.706 * 0.25, abs=1e-3)
+    assert difference.kinds["high"] == pytest.approx(0.25 + 3.182 * 0.1443, abs=1e-3)
     assert difference.seeds["high"] == pytest.approx(0.25 + 4.303 * 0.1 * math.sqrt(1.5), abs=1e-3)
     from_start = evidence.compare(*arguments, is_start=True)
     assert from_start.seeds["high"] == pytest.approx(0.25 + 4.303 * 0.1 * math.sqrt(0.5), abs=1e-3)
