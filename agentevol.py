@@ -46,13 +46,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from config import Misuse, checked
+from config import LOW_IN_IMITATION, Misuse, checked
 from data import ROUNDING, Example, Record, encode
 from reporting.sentinels import Sentinels
 from rollout import portion
 from run.clock import Clock
 from run.methodworker import (
-    LOW_IN_IMITATION,
     UNUSED_WITH_DATA,
     IteratedConfig,
     IterationFiles,

@@ -100,16 +100,17 @@ def make_batch(trajectories: Sequence[RolloutHandler], pad_id: int) -> Batch:
 
 
 def anchors_of(trajectories: Sequence[RolloutHandler]) -> torch.Tensor:
-    """For each token of a turn, a number for the state in which the turn began, (B, T) int64: what
-    the environment reported as its state, or by default the observation. All samples of a group
-    begin in the same state."""
-    numbers: dict[str, int] = {}
+    """For each token of a turn, a number for the state in which the turn began, (B, T) int64
+    (`Turn.state_after`). All samples of a group begin in the same state. Turns of another kind or
+    of another attempt have different numbers, because they are not alternatives to each other."""
+    numbers: dict[tuple[str, int, str], int] = {}
     anchors = torch.zeros(len(trajectories), max(len(t.input_ids) for t in trajectories)).long()
     for row, t in zip(anchors, trajectories, strict=True):
-        state = ""
+        attempt, state = 0, ""
         for turn in t.turns:
-            row[slice(*turn.action_span)] = numbers.setdefault(state, len(numbers))
-            state = turn.observation_text if turn.anchor is None else turn.anchor
+            key = turn.kind, attempt, state
+            row[slice(*turn.action_span)] = numbers.setdefault(key, len(numbers))
+            attempt, state = attempt + (turn.kind == "reflect"), turn.state_after
     return anchors
 
 

@@ -319,6 +319,7 @@ class RunConfig(UpdateOptions):
 # The environment's own player as --teacher, with thoughts and without
 ORACLES = ("oracle", "oracle-actions")
 # Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
+LOW_IN_IMITATION = frozenset({"policy/entropy"})  # close to 0 is success there, not collapse
 GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo", "gigpo"), ("ppo",)
 USED_BY = {
     "gamma": ("ppo", "reinforce_plus_plus", "gigpo"),
@@ -389,7 +390,7 @@ class Config(RunConfig, Objective):
     [paper: on]"""
     overlong_penalty: int = 0
     """subtract up to 1 from the return of a trajectory that ends within the last N tokens of
-    --max-trajectory-tokens (DAPO); 0: off"""
+    --max-trajectory-tokens, or is cut there (DAPO); 0: off"""
     normalize_per_env: bool = False  # whiten advantages separately for each environment
     shuffle_rewards: bool = False
     """control experiment: shuffle each step's rewards, so that nothing can be learned"""
@@ -402,7 +403,8 @@ class Config(RunConfig, Objective):
     def ignored_by_sentinels(self) -> frozenset[str]:  # type: ignore[override]
         # Groups of equal returns matter only to algorithms that compare within a group.
         is_grouped = self.algorithm in GROUP_ALGORITHMS
-        return frozenset(() if is_grouped else ("train/groups_zero_variance",))
+        ignored = frozenset(() if is_grouped else ("train/groups_zero_variance",))
+        return ignored | (LOW_IN_IMITATION if self.asks_oracle else frozenset())
 
     @property
     def plays(self) -> bool:
@@ -438,8 +440,12 @@ class Config(RunConfig, Objective):
             check_addresses("teacher", (self.teacher,))
             if self.temperature != 1:
                 raise Misuse("a --teacher on a server scores at --temperature 1")
+        if self.teacher and self.kl_coef:
+            raise Misuse("--kl-coef changes rewards, but a --teacher replaces them; --kl-loss-coef")
         if not self.keep_uncertain:
             raise Misuse("--keep-uncertain must be above 0")
+        if self.keep_uncertain < 1 and self.group_size < 2:
+            raise Misuse("--keep-uncertain compares the samples of a task: --group-size 2 or more")
         if self.dynamic_sampling and self.algorithm not in GROUP_ALGORITHMS:
             raise Misuse(f"--dynamic-sampling compares samples; {self.algorithm} does not")
         if self.gae_unit == "turn" and not self.needs_critic:
@@ -469,8 +475,13 @@ class Config(RunConfig, Objective):
             for name in ("clip_ratio_high", "ratio"):
                 yield name, "the only update of a step has ratio 1; lower --mini-batch-size"
         if self.asks_oracle:
-            for name in ("clip_ratio", "kl_coef", "kl_loss_coef", "entropy_coef", "loss_agg"):
+            unused = ("clip_ratio", "kl_loss_coef", "entropy_coef", "loss_agg", "sampler_is_cap")
+            for name in unused:
                 yield name, "the oracle's actions are imitated (losses.imitation_loss)"
+        for name in ("overlong_penalty", "shuffle_rewards") if self.teacher else ():
+            yield name, "a --teacher replaces the rewards"
+        if self.agent != "reflect":
+            yield "attempts", f"--agent {self.agent} has one"
         if self.mini_batch_size > (n := self.trajectories_per_step):
             yield "mini_batch_size", f"a step has only {n} trajectories"
 
@@ -1013,6 +1024,8 @@ def check_resumed(config: RunConfig) -> None:
     """Raise Misuse for changes that a resumed run does not allow, and for too few --steps."""
     saved = complete(saved_config(config.run_dir, type(config)))
     free = CHANGEABLE_ON_RESUME - config.fixed_on_resume
+    if all(is_url(getattr(c, "teacher", None) or "") for c in (config, saved)):
+        free |= {"teacher"}  # it can have moved
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(saved, f.name)]
     if flags := " ".join(flag(name) for name in changed if name not in free):
         raise Misuse(f"--resume keeps the run's options; leave out {flags}, or start a new run")
@@ -1039,6 +1052,11 @@ def with_prompt(config: T) -> T:
     if not text:
         raise Misuse(f"--prompt {file} is empty")
     if messages is None:
+        if config.action_format != "react" or config.max_actions_per_turn > 1:
+            raise Misuse(
+                f"--prompt {file} replaces the text that describes the actions; with "
+                "--action-format or --max-actions-per-turn, give messages as JSON"
+            )
         first_message, *examples = envs.get_env(config.env).PROMPT
         messages = [first_message | {"content": text}, *examples]
     elif problem := envs.problem_of_messages(messages):

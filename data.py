@@ -240,7 +240,9 @@ def advised(
     examples = []
     for t in trajectories:
         turns = [(turn.action_span[0], chat.action(turn.advice)) for turn in t.turns if turn.advice]
-        if turns := [(start, ids) for start, ids in turns if start + len(ids) < max_tokens]:
+        turns = [(start, ids) for start, ids in turns if start + len(ids) < max_tokens]
+        t.used_in_loss = bool(turns)
+        if turns:
             start, ids = random.Random(f"{seed} {t.trajectory_id}").choice(turns)
             example = replace(t, messages=[], turns=[], input_ids=t.input_ids[:start], _prompts=[])
             example.loss_mask, example.rollout_log_probs = [0] * start, [0.0] * start

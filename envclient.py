@@ -173,6 +173,11 @@ class StepResult(NamedTuple):
     truncated: bool  # the environment's own limit cut the episode
     info: dict[str, Any]  # "success", "score"; also "parse_error" or "rejected" for an invalid text
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the text was invalid, so that nothing was played."""
+        return "parse_error" in self.info or "rejected" in self.info
+
 
 def connect(env: str, base_url: str, **options: Any) -> "EnvClient":
     """A client of the server at `base_url`, ours or AgentGym's."""
@@ -286,7 +291,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             result = self._play(actions[num_played])
             reward += result.reward
             num_played += 1
-            has_failed = bool(result.info.get("failed") or result.info.get("rejected"))
+            has_failed = bool(result.info.get("failed")) or result.is_refusal
         if num_played < len(actions) and self._is_running:
             note = f"Action {num_played} of {len(actions)} failed, so the others were not played."
             result = result._replace(observation=f"{result.observation}\n{note}")

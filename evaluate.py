@@ -308,6 +308,9 @@ def only_temperature(config: EvalConfig) -> float:
     return temperature
 
 
+OPTIONAL = ("api_base", "prompt", "action_format", "max_actions_per_turn", "agent", "attempts")
+
+
 def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
     """The settings that a result depends on, as fields of eval.json."""
     names = ["seed", "samples", "limit"]
@@ -414,7 +417,8 @@ def format_of(config: EvalConfig) -> formats.ActionFormat:
     from models import load_tokenizer
     from scale.default_models import resolve_model
 
-    template = load_tokenizer(resolve_model(config.model_name())).chat_template
+    with value_errors_as_misuse():
+        template = load_tokenizer(resolve_model(config.model_name())).chat_template
     return formats.action_format(config.action_format, config.max_actions_per_turn, template)
 
 
@@ -533,8 +537,9 @@ def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
         path = Path(str(config.out), env, "eval.json")
         if path.exists():
             summary = json.loads(path.read_text(encoding="utf-8"))
-            for name, value in conditions(config, env).items():
-                if summary.get(name) != value:
+            now = conditions(config, env)
+            for name in [*now, *(name for name in OPTIONAL if name not in now)]:
+                if summary.get(name) != (value := now.get(name)):
                     raise Misuse(
                         f"--resume: {path} was measured with {name} {summary.get(name)}, "
                         f"not {value}; choose another --out"

@@ -43,6 +43,7 @@ from envs.common import action_in, without_thought
 Name = Literal["react", "function_calling", "code"]
 Style = Literal["hermes", "llama", "mistral"]
 MAX_CALL = 10_000  # characters
+MAX_NUMBER = 10**18
 SINGLE = "Think briefly, then call one of these functions"
 SEVERAL = "Think briefly, then call up to {} of these functions; they run in order until one fails"
 
@@ -68,7 +69,7 @@ class React:
     def parse(self, env_class: Any, model_text: str) -> list[str]:
         if self.max_actions == 1:
             return [action_in(env_class, model_text)]
-        before, *lines = re.split(r"(?=^Action:)", without_thought(model_text), flags=re.MULTILINE)
+        before, *lines = re.split("(?=Action:)", without_thought(model_text))
         lines = lines or [before]  # the environment's parser says what is missing
         check_number(len(lines), self.max_actions)
         return [call_static(env_class, "parse", line) for line in lines]
@@ -276,6 +277,8 @@ def _read_calls(style: Style, text: str) -> list[Any]:
         return [_json(part.partition("</tool_call>")[0]) for part in rest.split("<tool_call>")]
     if style == "mistral":
         calls = _json(rest)
+        if calls == []:
+            raise ParseError(f"The list of calls is empty. Write one as {example}")
         return calls if isinstance(calls, list) else [calls]
     return [_json(part) for part in re.split(r"(?<=\})\s*;\s*(?=\{\"name\")", found + rest)]
 
@@ -321,6 +324,8 @@ def _call_in(statement: ast.stmt) -> tuple[str, list[Any], dict[str, Any]]:
         if not isinstance(argument, ast.Constant):
             kind = type(argument).__name__
             raise ParseError(f"An argument must be a literal text or number, not {kind}.")
+        if isinstance(argument.value, int) and argument.value > MAX_NUMBER:
+            raise ParseError("A number is too large.")  # Python refuses to print some
     named = {str(keyword.arg): keyword.value.value for keyword in call.keywords}  # type: ignore
     return call.func.id, [argument.value for argument in call.args], named  # type: ignore
 

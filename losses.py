@@ -132,8 +132,10 @@ def policy_loss(
         clip_ratio_high: ε′, usually above ε, so that unlikely tokens can become likely (DAPO, arXiv
             2503.14476, eq. 10); None: ε.
         by_sequence: all tokens of a row have ρ = exp( mean_t (log π − log π_old) ), so that the row
-            is clipped as a whole (GSPO, arXiv 2507.18071, eq. 7). A row must not be split between
-            calls. Its clip ratios are a thousand times smaller.
+            is clipped as a whole (GSPO, arXiv 2507.18071, eq. 7), but each token has the gradient
+            of its own log π, so that it keeps its own advantage and weight (section 4.3; with one
+            advantage per row both are the same). A row must not be split between calls. Its clip
+            ratios are a thousand times smaller.
     Returns:
         PolicyLoss. NaN on a policy token gives a NaN loss, not an error.
     Raises:
@@ -154,7 +156,8 @@ def policy_loss(
     token_log_ratio = log_ratio.detach()  # (B, T)
     if by_sequence:
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-        log_ratio = torch.where(mask, mean, 0.0)
+        own_gradient = log_ratio - token_log_ratio  # (B, T) zeros
+        log_ratio = torch.where(mask, mean.detach() + own_gradient, 0.0)
     advantages = advantages.detach()  # (B, T)
     ratio = log_ratio.exp()  # (B, T)  ρ
     unclipped = ratio * advantages  # (B, T)

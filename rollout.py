@@ -299,10 +299,11 @@ class _Episode:
         """Open a session on a healthy server and reset it, in up to NUM_RESETS attempts. Servers
         that failed in this episode are tried last. If all servers are full while we have sessions
         open, the attempt does not count, because one of our sessions will end and make room."""
-        self.handler, self.must_restart = self._new_handler(), False
+        self.must_restart = False
         attempts_left = NUM_RESETS
         while attempts_left and not self.stopping.is_set():
             attempts_left -= 1
+            self.handler = self._new_handler()  # a failed attempt may have begun the other one
             try:
                 self.client = self.pool.client(avoid=self.failed_urls)
                 index, seed = self.request.task.task_index, self.request.seed

@@ -2,8 +2,8 @@
 
 The paper's argument: with a long horizon an untrained agent explores badly, because most of its
 long trajectories fail and the few rewards are spread over thousands of tokens. With a short one it
-learns quickly and then stops improving, because the harder tasks need more turns. ScalingInter-RL (arXiv
-2509.08755) starts with few turns and allows more as training proceeds:
+learns quickly and then stops improving, because the harder tasks need more turns. ScalingInter-RL
+(arXiv 2509.08755) starts with few turns and allows more as training proceeds:
 
     τ_t ~ π_θ(τ | K_t ≤ h_t)              a trajectory of step t has K_t turns, at most h_t
     h_t = rounds[min(⌊(t − 1) / Δ⌋, n − 1)]       t = 1, 2, 3, …
@@ -14,9 +14,9 @@ with rounds = (h¹ ≤ h² ≤ … ≤ hⁿ) and Δ = steps_scaling_inter. For r
     rounds        10            20           30          and 30 from then on
 
 The cap is both a curriculum and an incentive to be brief. A trajectory that is cut keeps only the
-reward it has earned so far, so in each group the samples that finish in time get the higher returns.
-The agent learns to avoid detours while episodes are still cheap: an episode that never finishes
-costs three times as much at 30 rounds as at 10.
+reward it has earned so far, so in each group the samples that finish in time get the higher
+returns. The agent learns to avoid detours while episodes are still cheap: an episode that never
+finishes costs three times as much at 30 rounds as at 10.
 
 Left: settings of the released scripts (all with GRPO). Right: success rates that the paper reports
 for other schedules, all on deep search:

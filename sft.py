@@ -35,12 +35,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from config import Misuse, checked
+from config import LOW_IN_IMITATION, Misuse, checked
 from data import Example
 from rollout import portion
 from run.clock import Clock, advice
 from run.methodworker import (
-    LOW_IN_IMITATION,
     UNUSED_WITH_DATA,
     MethodConfig,
     MethodWorker,

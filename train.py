@@ -43,7 +43,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -126,6 +125,7 @@ def train(config: Config) -> Run:
             usable, num_compared, signal = select(trajectories, config)
             if c.asks_oracle:
                 usable = advised(w.chat, usable, c.max_trajectory_tokens, seed=c.seed + step)
+                signal["data/policy_tokens"] = sum(sum(t.loss_mask) for t in usable)
             metrics = by_env("horizon/max_rounds", horizons, max)
             metrics |= w.note_outcomes(trajectories) | {"data/epoch": w.epoch_of(step)}
 
@@ -138,7 +138,7 @@ def train(config: Config) -> Run:
 
                 # --------------------------------------------------------------------- 4 advantages
                 with clock("time/advantages_s"):
-                    metrics |= w.penalize_kl(batch) | w.penalize_length(batch)
+                    metrics |= w.penalize_kl(batch) | w.penalize_length(batch, usable)
                     metrics |= w.anchor(batch, usable)
                     batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
                     if w.teacher is not None:
@@ -237,21 +237,24 @@ def select(
     --dynamic-sampling drops them always, and --keep-uncertain the groups with the smallest spread
     of returns. The loss is then a mean over what remains, as if nothing else had been played.
     """
-    usable = compared = [t for t in trajectories if t.is_valid]
-    if ESTIMATORS[config.algorithm].needs_group:
+    usable = [t for t in trajectories if t.is_valid]
+    needs_group = ESTIMATORS[config.algorithm].needs_group
+    if needs_group:
         size = Counter(t.group_id for t in usable)
-        usable = compared = [t for t in usable if size[t.group_id] > 1]
+        usable = [t for t in usable if size[t.group_id] > 1]
+    if config.keep_uncertain < 1:
+        returns = returns_by_group(usable)
+        ranked = sorted(returns, key=lambda group: -pstdev(returns[group]))
+        kept = set(ranked[: math.ceil(config.keep_uncertain * len(ranked))])
+        usable = [t for t in usable if t.group_id in kept]
+    compared = usable
+    if needs_group:
         returns = returns_by_group(compared)
         may_skip = config.skip_zero_variance and not config.pays_within_groups
         if config.dynamic_sampling or may_skip:
             usable = [t for t in compared if not are_equal(returns[t.group_id])]
         if config.dynamic_sampling:
             compared = usable
-    if config.keep_uncertain < 1:
-        returns = returns_by_group(usable)
-        ranked = sorted(returns, key=lambda group: -pstdev(returns[group]))
-        kept = set(ranked[: math.ceil(config.keep_uncertain * len(ranked))])
-        usable = compared = [t for t in usable if t.group_id in kept]
     for t in usable:
         t.used_in_loss = True
     num_tokens, all_tokens = (sum(sum(t.loss_mask) for t in ts) for ts in (usable, compared))
@@ -267,7 +270,8 @@ def keep_num_steps(config: Config, num_rows: int, num_compared: int) -> tuple[Co
     are too few rows for that many steps.
 
     The loss is already scaled down by the share of rows that remain. Taking fewer optimizer steps
-    as well would count the dropped rows twice.
+    as well would count the dropped rows twice. (The weight is for the policy loss. A KL loss and an
+    entropy bonus are means over the rows that remain, in as many steps as there are.)
 
     >>> results = [keep_num_steps(Config(mini_batch_size=64), n, 256) for n in (256, 64, 6)]
     >>> [(objective.mini_batch_size, round(weight, 2)) for objective, weight in results]
@@ -353,7 +357,7 @@ class RLWorker(Worker):
         """A function that scores a batch with another model, here or on a server."""
         c = self.config
         if is_url(name):
-            return partial(TeacherServer(name, self.tokenizer).score, device=self.device)
+            return TeacherServer(name, self.tokenizer, c.max_trajectory_tokens).score
         path = resolve_model(name)
         if load_tokenizer(path).get_vocab() != self.tokenizer.get_vocab():
             raise Misuse(f"--teacher {name} has another tokenizer than the policy")
@@ -389,17 +393,21 @@ class RLWorker(Worker):
         self, step: int, trajectories: Sequence[RolloutHandler], horizons: Mapping[str, int]
     ) -> list[RolloutHandler]:
         """With --dynamic-sampling N, replace each task whose samples all earned the same return
-        with another one (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds."""
+        with another one (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds. Lost samples
+        do not count: a task with fewer than two others is replaced, too."""
 
         def count_without_signal(played: Sequence[RolloutHandler]) -> int:
-            return sum(map(are_equal, returns_by_group(played).values()))
+            returns = returns_by_group([t for t in played if t.is_valid])
+            groups = [returns.get(group, []) for group in {t.group_id for t in played}]
+            return sum(len(group) < 2 or are_equal(group) for group in groups)
 
         c, more, number = self.config, list[RolloutHandler](), 0
         count = count_without_signal(trajectories) if c.dynamic_sampling else 0
         while count and number < c.dynamic_sampling:
             number += 1
             tasks = self.tasks, c, horizons, self.task_outcomes
-            latest, _ = self.roll_out(more_requests(step, number, count, *tasks))
+            requests = more_requests(step, number, count, *tasks)
+            latest, _ = self.roll_out(requests, earlier=[*trajectories, *more])
             more += latest
             count = count_without_signal(latest)
         if count:
@@ -447,12 +455,17 @@ class RLWorker(Worker):
         controller.update(observed, len(batch))
         return {"kl/coef": coef, "policy/kl": observed}
 
-    def penalize_length(self, batch: Batch) -> dict[str, float]:
-        """With --overlong-penalty, subtract it from the reward of each row's last policy token."""
+    def penalize_length(
+        self, batch: Batch, trajectories: Sequence[RolloutHandler]
+    ) -> dict[str, float]:
+        """With --overlong-penalty, subtract it from the reward of each row's last policy token. A
+        trajectory that the budget cut has no place for its next observation, which can be long: it
+        loses 1, although it may end far below the budget."""
         c = self.config
         if not c.overlong_penalty:
             return {}
         penalty = overlong_penalty(batch.lengths, c.max_trajectory_tokens, c.overlong_penalty)
+        penalty[torch.tensor([t.stop_reason == "length" for t in trajectories])] = 1.0
         positions = torch.arange(batch.loss_mask.shape[1])  # (T,)
         last = (batch.loss_mask * positions).argmax(1)  # (B,)
         batch.token_rewards[torch.arange(len(batch)), last] -= penalty

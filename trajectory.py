@@ -71,6 +71,14 @@ class Turn:
     env_s: float = 0.0
     state: dict[str, Any] | None = None  # what the viewer draws; set by --record-state
 
+    @property
+    def state_after(self) -> str:
+        """A text that is equal for equal states of the environment after this turn: what it
+        reports, by default the observation; "" at the start of the task, before the first act."""
+        if self.kind != "act":
+            return ""
+        return self.observation_text if self.anchor is None else self.anchor
+
 
 @dataclass
 class Trajectory:

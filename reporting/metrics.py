@@ -191,7 +191,9 @@ def summarize_trajectories(
     return metrics | {
         "train/action_tokens_mean": _mean([sum(t.loss_mask) for t in valid]),
         "train/trajectory_tokens_mean": _mean([len(t.input_ids) for t in valid]),
-        "train/parse_error_rate": _mean([float(bool(turn.parse_error)) for turn in turns]),
+        "train/parse_error_rate": _mean(
+            [float(bool(turn.parse_error)) for turn in turns if turn.kind == "act"]
+        ),
         "train/cut_turn_rate": sum(t.num_cut_turns for t in valid) / len(turns) if turns else None,
         "train/turn_tokens_median": median(map(len, actions)) if actions else None,
         "train/repeated_token_rate": num_repeated / max(num_sampled, 1),

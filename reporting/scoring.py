@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 
 from run.files import read_text
-from trajectory import LOST, Trajectory
+from trajectory import LOST, Trajectory, Turn
 
 Estimate = dict[str, Any]  # {"value", "low", "high": float or None, "items": int}
 
@@ -169,9 +169,11 @@ def _items(trajectories: Sequence[Trajectory], horizon: float = math.inf) -> dic
     for t in trajectories:
         if not _is_lost(t):
             item = items.setdefault(t.task_id, Item(t.env, t.subtask))
-            turns = t.turns
-            if horizon < math.inf:  # it limits turns that the environment answered
-                turns = [turn for turn in t.turns if turn.kind == "act"][: int(horizon)]
+            turns, num_acts = list[Turn](), 0
+            for turn in t.turns:
+                num_acts = 0 if turn.kind == "reflect" else num_acts + (turn.kind == "act")
+                if num_acts <= horizon:  # it limits the acts of each attempt
+                    turns.append(turn)
             item.successes.append(t.success and t.num_acts <= horizon)
             item.returns.append(sum(turn.reward for turn in turns))
             item.turns.append(len(turns))

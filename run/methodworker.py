@@ -55,8 +55,6 @@ from run.worker import Worker
 from scale import distributed
 from warmstart import base_model_path, demonstrations_for
 
-# Imitation can bring the entropy close to 0, which is success and not collapse.
-LOW_IN_IMITATION = frozenset({"policy/entropy"})
 UNUSED_WITH_DATA = "--data replaces the oracle; leave it out"
 
 

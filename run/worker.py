@@ -276,13 +276,17 @@ class Worker:
     # Rollouts
 
     def roll_out(
-        self, requests: list[RolloutRequest]
+        self, requests: list[RolloutRequest], earlier: Sequence[RolloutHandler] = ()
     ) -> tuple[list[RolloutHandler], dict[str, float]]:
         """Play all requests; returns the trajectories and the sampler's timings. If the sampler
-        fails, the finished trajectories are written to disk first."""
+        fails, the finished trajectories are written to disk first.
+
+        Args:
+            earlier: trajectories of the same step, which count in --max-env-failures.
+        """
         step, log = requests[0].step, RolloutLog()
         try:
-            trajectories = self.play(requests, step - 1, "rollout", log)
+            trajectories = self.play(requests, step - 1, "rollout", log, earlier=earlier)
         except (EngineError, distributed.RankError):  # raised on all ranks
             finished = [t for part in distributed.gather(log.trajectories) for t in part]
             self.run.write_trajectories(f"step_{step:06d}", finished)
@@ -300,12 +304,14 @@ class Worker:
         label: str,
         log: RolloutLog,
         temperature: float | None = None,
+        earlier: Sequence[RolloutHandler] = (),
     ) -> list[RolloutHandler]:
         """`rollout.collect` on all ranks. Each rank plays a share and gets all trajectories, in
         the order of the requests. `log` covers this rank while playing, and all ranks at the end.
 
         Args:
             temperature: if not given, that of training.
+            earlier: see `roll_out`.
         """
         c, ranks = self.config, distributed.world_size()
         share = share_of(requests, distributed.rank(), ranks)
@@ -335,7 +341,7 @@ class Worker:
         position = {r.trajectory_fields("")["trajectory_id"]: n for n, r in enumerate(requests)}
         handlers = [handler for part, _ in parts for handler in part]
         handlers.sort(key=lambda handler: position[handler.trajectory_id])
-        check_failures(handlers, c.max_env_failures)
+        check_failures([*earlier, *handlers], c.max_env_failures)
         if errors := [handler.error for handler in handlers if handler.error]:
             self.say_once(f"note: lost trajectories are not used; last error: {errors[-1]}")
         return handlers

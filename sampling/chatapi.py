@@ -190,14 +190,15 @@ def message_text(answer: Answer) -> str | None:
         message = parse(answer.body)["choices"][0]["message"]
         content = message.get("content")
         functions = [call["function"] for call in message.get("tool_calls") or ()]
-        calls = [(f["name"], f["arguments"]) for f in functions]
+        calls = [(f["name"], f["arguments"] or "{}") for f in functions]
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     if isinstance(content, list):  # some servers send a list of parts; only some are text
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     text = content if isinstance(content, str) else ""
     # The server has taken the calls out of the text, with the arguments as a text of JSON.
-    written = (f'{{"name": {json.dumps(name)}, "arguments": {data}}}' for name, data in calls)
+    texts = ((n, data if isinstance(data, str) else json.dumps(data)) for n, data in calls)
+    written = (f'{{"name": {json.dumps(name)}, "arguments": {text}}}' for name, text in texts)
     return "\n".join(filter(None, [text, *(f"<tool_call>\n{w}\n</tool_call>" for w in written)]))
 
 

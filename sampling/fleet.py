@@ -424,35 +424,48 @@ class TeacherServer:
     """A model on a vLLM server that scores tokens, for --algorithm distill. It needs no options of
     ours: `vllm serve MODEL`.
 
+    Args:
+        max_tokens: of the longest trajectory; scored once here, so that a server which cannot do
+            that is noticed before the run.
     Raises:
         ValueError: its tokenizer is not that of the policy.
         EngineError: it does not answer like vLLM.
     """
 
-    def __init__(self, url: str, tokenizer: Any) -> None:
+    def __init__(self, url: str, tokenizer: Any, max_tokens: int) -> None:
         self._server = Server(url, "vllm serve MODEL")
         self._threads = ThreadPoolExecutor(MAX_NUM_SEQS)
         ids = tokenizer.encode(PROBE, add_special_tokens=False)
         body = {"prompt": PROBE, "add_special_tokens": False}
         if self._ask("/tokenize", body, "tokens") != ids:
             raise ValueError(f"--teacher {url} has another tokenizer than the policy")
+        self._score(ids[:1] * max_tokens)
 
-    def score(self, batch: Batch, device: Any) -> torch.Tensor:
-        """Log-probs of all tokens at temperature 1, (B, T) float32 on the CPU, on every rank."""
-        scores = torch.zeros(batch.loss_mask.shape)  # (B, T)
-        mine = range(distributed.rank(), len(batch), distributed.world_size())
+    def score(self, batch: Batch) -> torch.Tensor:
+        """Log-probs of all tokens at temperature 1, (B, T) float32 on the CPU, on every rank. If
+        the server fails one rank, all ranks raise."""
+        scores, ranks = torch.zeros(batch.loss_mask.shape), distributed.world_size()  # (B, T)
+        mine = range(distributed.rank(), len(batch), ranks)
         rows = [batch.input_ids[row, : batch.lengths[row]].tolist() for row in mine]
-        for row, log_probs in zip(mine, self._threads.map(self._score, rows), strict=True):
-            scores[row, 1 : 1 + len(log_probs)] = torch.tensor(log_probs)
-        return distributed.sum_over_ranks(scores, device)
+        parts = distributed.run_on_every_rank(
+            "asking the teacher", lambda: list(self._threads.map(self._score, rows))
+        )
+        for rank, part in enumerate(parts):
+            for row, log_probs in zip(range(rank, len(batch), ranks), part, strict=True):
+                scores[row, 1 : 1 + len(log_probs)] = torch.tensor(log_probs)
+        return scores
 
     def _score(self, ids: list[int]) -> list[float]:
         """The log-prob of each token but the first."""
         # vLLM also samples a token, at least one.
         body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, **PLAIN_SAMPLING}
-        (choice,) = self._ask("/v1/completions", body, "choices")
-        _, *tokens = choice["prompt_logprobs"]
-        return [tokens[n][str(token)]["logprob"] for n, token in enumerate(ids[1:])]
+        choices = self._ask("/v1/completions", body, "choices")
+        try:
+            _, *tokens = choices[0]["prompt_logprobs"]
+            return [tokens[n][str(token)]["logprob"] for n, token in enumerate(ids[1:])]
+        except (LookupError, TypeError, ValueError) as error:
+            problem = "does not answer with prompt_logprobs like vLLM"
+            raise self._server.setup_error(problem) from error
 
     def _ask(self, path: str, body: dict[str, Any], name: str) -> Any:
         """A field of the server's answer; retried if the server fails."""

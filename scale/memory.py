@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from config import Misuse, RunConfig
+from config import Misuse, RunConfig, is_url
 from scale.default_models import is_mixture, model_config
 
 Keep = Literal["all", "products", "inputs"]  # tensors that a layer keeps for its backward pass
@@ -277,13 +277,18 @@ def check_memory(config: RunConfig, memory: DeviceMemory | None = None) -> None:
 
 
 def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
-    """`state_bytes` of a run, counting a critic and a reference only if the run has them."""
+    """`state_bytes` of a run, counting a critic, a reference and a teacher only if the run has
+    them."""
     devices = int(os.environ.get("WORLD_SIZE", 1))
     parts = state_bytes(shape, devices, config.lora_rank)
     if getattr(config, "needs_critic", False):
         parts |= {name: 2 * parts[name] for name in ("weights", "gradients", "moments")}
     if not (getattr(config, "kl_coef", 0) or getattr(config, "kl_loss_coef", 0)):
         parts["reference"] = 0
+    teacher = getattr(config, "teacher", None)
+    if teacher and not config.asks_oracle and not is_url(teacher):
+        teacher_shape = shape_of(teacher, model_config(teacher))
+        parts["teacher"] = 4 * teacher_shape.parameters / devices if teacher_shape else 0
     return parts
 
 

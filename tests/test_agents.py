@@ -17,6 +17,7 @@ from test_rollout import playing, saying
 import agents
 from agents import Agent
 from chat import ChatTemplate
+from reporting.scoring import summarize
 from rollout import collect
 
 WORDS = word_tokenizer()
@@ -108,6 +109,8 @@ def test_an_attempt_earns_only_what_exceeds_the_best_one_before():
     handler = played(Agent("reflect", 2), texts, play, max_rounds=9)
     assert [turn.reward for turn in handler.turns] == [0.25, 0.25, 0.0, 0.0, 0.0, 0.25]
     assert (handler.total_return, handler.stop_reason) == (0.75, "failure")
+    first, _ = summarize([handler], 1, [1, 9])["rounds_curve"]  # of each attempt
+    assert first["return_mean"] == 0.25
 
 
 def test_attempts_end_with_success_with_their_number_or_with_the_token_budget():

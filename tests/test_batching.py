@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents import take_result
 from batching import (
     MAX_PADDING,
     Batch,
@@ -18,6 +19,7 @@ from batching import (
     padding_share,
     row_weights,
 )
+from envclient import StepResult
 from trajectory import RolloutHandler, Turn
 
 PAD = 99
@@ -56,6 +58,21 @@ def test_a_turns_tokens_carry_the_state_in_which_it_began():
         turn.anchor, turn.observation_text = state, "Got 1 log"
     second.turns[0].observation_text = "1 log"
     assert anchors_of([first, second]).tolist() == [[0, 0, 0, 0, 1, 0, 2], [0, 0, 0, 1, 0, 0, 0]]
+
+
+def test_a_refused_text_leaves_the_state_and_turns_of_another_kind_or_attempt_do_not_meet():
+    """act (1 log), refused, reflect, act | plan, act: states start, 1 log, 1 log; 1 log; start."""
+    first, second = trajectory("paoaoaoa"), trajectory("paoa")
+    first.turns[0].anchor = "1 log"
+    refusal = StepResult("No action found.", 0.0, False, False, {"parse_error": "No action found."})
+    first.turns, later = first.turns[:2], first.turns[2:]
+    take_result(first, first.turns[1], refusal)
+    first.turns += later
+    first.turns[2].kind, second.turns[0].kind = "reflect", "plan"
+    anchors = anchors_of([first, second])
+    assert [anchors[0, t].item() for t in (1, 3, 5, 7)] == [0, 1, 2, 3]
+    assert [anchors[1, t].item() for t in (1, 3)] == [4, 0]
+    assert first.turns[1].anchor == "1 log"
 
 
 def test_two_trajectories_as_tensors():

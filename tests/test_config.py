@@ -185,6 +185,7 @@ def test_evaluation_uses_the_longest_horizon_and_fewer_samples_at_the_start():
 
 FILES = {
     "twice.json": '[{"item_id": "textcraft_0"}, {"item_id": "textcraft_0"}]',
+    "own.txt": "Craft it.",
     "user.json": '[{"role": "user", "content": "Craft it."}]',
     "half_pair.json": '[{"role": "system", "content": "\\ud83d"}]',
     "call.json": '[{"role": "system", "content": "", "tool_calls": [1]}]',
@@ -225,7 +226,9 @@ MISUSE = {
     "--algorithm distill --teacher nowhere": "--teacher",
     "--algorithm distill --teacher http://me:key@host:8000": "--teacher expected http://HOST",
     "--algorithm distill --teacher http://h:8000 --temperature 0.5": "scores at --temperature 1",
+    "--algorithm distill --teacher tiny --kl-coef 0.1": "--kl-coef changes rewards",
     "--keep-uncertain 0": "--keep-uncertain must be above 0",
+    "--algorithm ppo --group-size 1 --keep-uncertain 0.5": "--group-size 2 or more",
     "--algorithm ppo --dynamic-sampling 2": "--dynamic-sampling compares samples; ppo does not",
     "--clip-ratio-high 0.1": "--clip-ratio-high 0.1 is below --clip-ratio",
     "--overlong-penalty 9999": "--overlong-penalty must be at most",
@@ -265,6 +268,7 @@ MISUSE = {
     "--config newer.json": "no option aperture",
     "--config half.json": "steps 2.5",
     "--prompt user.json": "the roles are",
+    "--prompt own.txt --action-format code": "replaces the text that describes the actions",
     "--prompt half_pair.json": "surrogates not allowed",
     "--prompt call.json": "got {'role': 'system'",
     **{f"--{name} /dev/null": "a regular file" for name in ("prompt", "config", "tasks")},
@@ -301,6 +305,8 @@ def test_misuse_prints_one_line_and_creates_no_file(folder, capsys, words, expec
         ("--eval-every 0 --eval-samples 2", "--eval-samples"),
         ("--mini-batch-size 65", "--mini-batch-size"),
         ("--engine transformers --enforce-eager", "--enforce-eager"),
+        ("--algorithm distill --teacher tiny --shuffle-rewards", "--shuffle-rewards"),
+        ("--attempts 3", "--attempts"),
         ("--algorithm ppo --gamma 0.9 --lam 0.9 --kl-loss-coef 0.1 --kl-estimator k2", ""),
     ],
 )
@@ -369,6 +375,18 @@ def test_a_resumed_run_keeps_its_options_except_its_length(tmp_path):
     assert parse_and_check(f"{again} --steps 10").steps == 10
     with pytest.raises(Misuse, match="--steps 9: this run is at step 10"):
         parse_and_check(f"{again} --steps 9")
+
+
+def test_a_teacher_on_a_server_may_have_moved_when_a_run_is_resumed(tmp_path):
+    run = tmp_path / "run"
+    first = parse_and_check("--model tiny --algorithm distill --teacher http://a:8000")
+    save(run, first)
+    moved = parse_and_check(f"--resume --run-dir {run} --teacher http://b:8000")
+    assert moved.teacher == "http://b:8000"
+    with pytest.raises(Misuse, match="leave out --teacher"):
+        parse_and_check(f"--resume --run-dir {run} --teacher oracle")
+    assert "policy/entropy" not in first.ignored_by_sentinels
+    assert "policy/entropy" in replace(first, teacher="oracle").ignored_by_sentinels
 
 
 def test_a_run_resumed_from_another_folder_reads_the_files_that_it_began_with(

@@ -192,7 +192,7 @@ def test_advice_replaces_a_random_turn_of_a_trajectory_and_is_all_that_is_learne
     assert seen == set(starts)
     t.turns[0].advice = None  # the oracle knew no move
     t.turns[1].advice = "Action: get 3 planks" * 300
-    assert advised(chat, [t], max_tokens=1000, seed=0) == []
+    assert advised(chat, [t], max_tokens=1000, seed=0) == [] and not t.used_in_loss
 
 
 def test_demonstrations_are_cached_by_tasks_count_seed_and_source(monkeypatch):

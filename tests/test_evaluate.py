@@ -235,10 +235,17 @@ def test_resume_plays_the_missing_environments_and_refuses_other_settings(
         ([], "exists and is not empty"),
         (["--resume", "--max-rounds", "3", "9"], "measured with max_rounds [30], not [3, 9]"),
         (["--resume", "--api-model", "other"], "measured with model writer, not other"),
+        (["--resume", "--agent", "plan"], "measured with agent None, not plan"),
     ):
         assert evaluate_all(writer, out, *options)[0] == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
+    summary = out / "textcraft/eval.json"
+    old = summary.read_bytes()
+    summary.write_text(json.dumps(json.loads(old) | {"agent": "plan", "attempts": 1}))
+    assert evaluate_all(writer, out, "--resume")[0] == 2
+    assert "measured with agent plan, not None" in capsys.readouterr().err
+    summary.write_bytes(old)
     for _ in range(2):  # the second time nothing is missing
         code, rows = evaluate_all(writer, out, "--resume")
         assert (code, servers.start_log) == (0, ["babyai"])

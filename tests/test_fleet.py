@@ -117,17 +117,21 @@ def scored(ids):
     return {"choices": [{"prompt_logprobs": [None, *tokens]}]}
 
 
+def teacher_answer(path, body):
+    return {"tokens": [7] * len(body["prompt"])} if path == "/tokenize" else scored(body["prompt"])
+
+
 def test_a_teacher_scores_each_row_and_a_request_that_fails_is_repeated(servers, monkeypatch):
     monkeypatch.setattr(fleet.time, "sleep", lambda seconds: None)
     server = servers[0]
-    server.default_answer = lambda path, body: (
-        {"tokens": [7] * len(body["prompt"])} if path == "/tokenize" else scored(body["prompt"])
-    )
+    server.default_answer = teacher_answer
+    teacher = fleet.TeacherServer(server.url, FakeTokenizer(), 20)
+    assert server.prompts == [[7] * 20]  # the longest trajectory is tried at once
+    server.requests.clear()
     server.script["/v1/completions"] = [(500, {}, "out of memory")]
-    teacher = fleet.TeacherServer(server.url, FakeTokenizer())
     ids, lengths = torch.tensor([[5, 6, 7, 8], [5, 9, 0, 0]]), torch.tensor([4, 2])
     zeros = torch.zeros(2, 4)
-    scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths), "cpu")
+    scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths))
     expected = torch.tensor([[0, -0.6, -0.7, -0.8], [0, -0.9, 0, 0]])
     torch.testing.assert_close(scores, expected)
     # Both rows are asked at once, so either can be the one that fails and is asked again.
@@ -140,6 +144,11 @@ def test_a_teacher_scores_each_row_and_a_request_that_fails_is_repeated(servers,
     [
         ({"tokens": [1, 2]}, ValueError, "has another tokenizer than the policy"),
         ({"choices": []}, EngineError, "does not answer /tokenize like vLLM"),
+        (
+            {"tokens": [7] * len(fleet.PROBE), "choices": [{"prompt_logprobs": None}]},
+            EngineError,
+            "does not answer with prompt_logprobs like vLLM",
+        ),
     ],
 )
 def test_a_teacher_with_another_tokenizer_and_another_server_are_refused(
@@ -147,7 +156,7 @@ def test_a_teacher_with_another_tokenizer_and_another_server_are_refused(
 ):
     servers[0].default_answer = lambda path, body: answer
     with pytest.raises(error, match=message):
-        fleet.TeacherServer(servers[0].url, FakeTokenizer())
+        fleet.TeacherServer(servers[0].url, FakeTokenizer(), 20)
 
 
 # --- Sampling ------------------------------------------------------------------------------------

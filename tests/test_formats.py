@@ -103,6 +103,8 @@ GET = {"name": "get", "arguments": {"count": 2, "item": "log"}}
         (FunctionCalling(), 2 * hermes(GET), "Got 2 actions, expected one"),
         (FunctionCalling(2), 3 * hermes(GET), "Got 3 actions, expected at most 2"),
         (FunctionCalling(style="mistral"), hermes(GET), r"Write one as \[TOOL_CALLS\]"),
+        (FunctionCalling(style="mistral"), "[TOOL_CALLS] []", "The list of calls is empty"),
+        (Code(), python(f"get(count=0x{'f' * 4000}, item='log')"), "A number is too large"),
         (Code(), "get(count=2, item='log')", "No code found"),
         (Code(), python(""), "The code is empty"),
         (Code(), python("get(count=2"), "not Python"),
@@ -119,12 +121,18 @@ GET = {"name": "get", "arguments": {"count": 2, "item": "log"}}
         (Code(), python("get(2, item=b'log')"), "item is b'log', expected text"),
         (Code(), python("inventory()\ninventory()"), "Got 2 actions, expected one"),
         (React(2), "Action: inventory\n" * 3, "Got 3 actions, expected at most 2"),
+        (React(1), "Thought: Action: inventory\nAction: inventory", "Got 2 'Action:' lines"),
         (React(2), "I do nothing.", "No action found"),
     ],
 )
 def test_a_text_without_an_action_gets_the_reason(written, text, reason):
     with pytest.raises(ParseError, match=reason):
         written.parse(TEXTCRAFT, text)
+
+
+def test_several_actions_may_stand_on_lines_of_their_own_or_behind_the_thought():
+    text = "Thought: Two logs. Action: get 2 log\n Action: inventory"
+    assert React(2).parse(TEXTCRAFT, text) == ["get 2 log", "inventory"]
 
 
 def test_the_environments_own_parser_has_the_last_word():
@@ -201,6 +209,11 @@ def test_a_chat_servers_calls_are_read_as_text():
     text = message_text(SimpleNamespace(status=200, body=body))
     assert text == f"Two logs.\n{hermes(GET)}"
     assert FunctionCalling().parse(TEXTCRAFT, text) == ["get 2 log"]
+    for arguments in ("", None, {}):  # some servers send no text for no arguments
+        message["tool_calls"] = [{"function": {"name": "inventory", "arguments": arguments}}]
+        body = json.dumps({"choices": [{"message": message}]}).encode()
+        text = message_text(SimpleNamespace(status=200, body=body))
+        assert FunctionCalling().parse(TEXTCRAFT, text) == ["inventory"]
 
 
 def test_an_environment_without_tools_has_only_its_own_format(monkeypatch):

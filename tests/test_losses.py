@@ -89,6 +89,26 @@ def test_gspo_clips_a_trajectory_as_a_whole():
         assert slopes[0].tolist() == pytest.approx(gradient)
 
 
+def test_with_a_ratio_of_the_row_each_token_keeps_its_advantage_and_weight():
+    """GSPO-token: at ratio 1 the gradient is that of a ratio per token."""
+    log_probs, mask = log(0.3, 0.2, 0.5, 0.9).requires_grad_(), torch.ones(1, 4)
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]]).double()
+    weights = torch.tensor([[2.0, 1.0, 0.5, 0.1]]).double()
+    slopes = [
+        torch.autograd.grad(
+            policy_loss(
+                *(log_probs, log_probs.detach(), advantages, mask),
+                is_weights=weights,
+                by_sequence=by_sequence,
+            ).loss,
+            log_probs,
+        )[0]
+        for by_sequence in (False, True)
+    ]
+    torch.testing.assert_close(*slopes)
+    assert slopes[0][0].tolist() == pytest.approx([-0.5, -0.25, 0.125, 0.025])
+
+
 # ----------------------------------------------------------------- slow loops from the papers
 @settings(deadline=None, max_examples=40)
 @given(

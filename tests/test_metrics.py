@@ -24,6 +24,7 @@ from run import progress
 class Turn:
     parse_error: str | None = None
     action_span: tuple[int, int] = (0, 0)
+    kind: str = "act"
 
 
 @dataclass(frozen=True)

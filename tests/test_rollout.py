@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import (
+    FakeClient,
     FakePool,
     ScriptedEngine,
     byte_tokenizer,
@@ -316,6 +317,30 @@ def test_reset_is_attempted_three_times(chat, num_failures, stop_reason):
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
     assert handler.stop_reason == stop_reason and pool.num_opened == 3 and not pool.open
     assert handler.is_valid == (stop_reason == "success")
+
+
+def test_a_reset_that_fails_after_its_opening_leaves_nothing_of_it(chat, monkeypatch):
+    failures = [EnvServerError("no path", "http://fake/oracle", 500)]
+
+    def oracle(client):
+        if failures:
+            raise failures.pop()
+        return "why", "open door"
+
+    monkeypatch.setattr(FakeClient, "oracle", oracle, raising=False)
+    monkeypatch.setattr(FakeClient, "say", lambda client, *words: " ".join(words), raising=False)
+    played = [
+        collect(
+            ScriptedEngine(saying("open door<e>")),
+            FakePool(playing(observe("home", 1.0, True))),
+            chat,
+            requests_of(1),
+            settings_of(ask_oracle=True),
+        )[0]
+        for _ in range(2)
+    ]
+    assert not failures and played[0].input_ids == played[1].input_ids
+    assert played[0].turns[0].advice == "why open door"
 
 
 def test_too_many_failures_raise_an_error_that_names_the_server(chat):

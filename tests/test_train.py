@@ -285,18 +285,23 @@ def test_only_the_groups_with_the_largest_spread_are_kept():
     usable, num_compared, metrics = select(trajectories, Config(keep_uncertain=0.5))
     assert usable == groups[0] + groups[3] and num_compared == 4
     assert metrics["data/signal_share"] == 1.0
+    silent = [make_trajectory(g, 1.0) for g in (4, 4, 5, 5)]  # groups of the step, too
+    usable, num_compared, _ = select([*trajectories, *silent], Config(keep_uncertain=0.5))
+    assert usable == groups[0] + groups[1] + groups[3] and num_compared == 6
     usable, num_compared, metrics = select(trajectories, Config(dynamic_sampling=1))
     assert usable == groups[0] + groups[1] + groups[3]
     assert (num_compared, metrics["data/signal_share"]) == (6, 1.0)
 
 
 def test_tasks_without_signal_are_replaced_from_a_stream_of_their_own(capsys):
-    """Group 1 of two is dull, and so is its first replacement. The second round ends the search."""
+    """Group 1 of two is dull, and so is its first replacement. The second round ends the search. A
+    lost sample is no signal."""
     c = Config(dynamic_sampling=2, tasks_per_step=2, group_size=2)
     tasks = [Task(f"letters_{i}", i, "", "letters") for i in range(5)]
     played = []
 
-    def roll_out(requests):
+    def roll_out(requests, earlier):
+        assert len(earlier) == 4 + sum(map(len, played))
         played.append(requests)
         is_dull = len(played) == 1 or always_dull
         return [
@@ -314,18 +319,25 @@ def test_tasks_without_signal_are_replaced_from_a_stream_of_their_own(capsys):
     again = more_requests(3, 2, 1, tasks, c, {"letters": 3})
     assert played[1] == again and again[0].seed != played[0][0].seed
     assert {r.step for r in again} == {3}
+    played.clear()
+    first[3] = make_trajectory(1, 0.0)
+    first[3].stop_reason = "env_error"
+    more = RLWorker.replace_tasks_without_signal(worker, 3, first, {"letters": 3})
+    assert more[0].group_id == 2
 
 
 def test_the_penalty_for_length_is_paid_on_the_last_policy_token():
-    trajectories = [make_trajectory(0, 1.0, num_tokens=n) for n in (6, 9)]
+    trajectories = [make_trajectory(0, 1.0, num_tokens=n) for n in (6, 9, 5)]
+    trajectories[2].stop_reason = "length"  # a long observation did not fit
     batch = make_batch(trajectories, pad_id=0)
     batch.loss_mask[:, -1] = 0
     rewards = batch.token_rewards.clone()
     worker = SimpleNamespace(config=Config(overlong_penalty=4, max_trajectory_tokens=10))
-    metrics = RLWorker.penalize_length(worker, batch)
-    assert (batch.token_rewards - rewards).nonzero().tolist() == [[1, 7]]
-    assert batch.token_rewards[1, 7] == rewards[1, 7] - 0.75
-    assert metrics == {"data/overlong_penalty": 0.375}
+    metrics = RLWorker.penalize_length(worker, batch, trajectories)
+    difference = batch.token_rewards - rewards
+    assert difference.nonzero().tolist() == [[1, 7], [2, 4]]
+    assert (difference[1, 7], difference[2, 4]) == (-0.75, -1.0)
+    assert metrics["data/overlong_penalty"] == pytest.approx(1.75 / 3)
 
 
 def test_returns_that_differ_only_by_rounding_give_no_signal():

@@ -50,10 +50,10 @@ def test_log_probs_of_a_real_server_equal_the_trainers_before_and_after_new_weig
             assert_trainer_agrees(new_lm)
 
         # A teacher's scores of given tokens, at temperature 1
-        teacher = TeacherServer(urls[0], load_tokenizer(options.model_path))
+        teacher = TeacherServer(urls[0], load_tokenizer(options.model_path), max_tokens=40)
         ids = torch.tensor([prompt_of(40, seed=1), prompt_of(40, seed=2)])
         zeros, lengths = torch.zeros(ids.shape), torch.tensor([40, 31])
-        scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths), "cpu")
+        scores = teacher.score(Batch(ids, zeros, zeros, zeros, lengths, lengths))
         for row, length in enumerate(lengths.tolist()):
             first, *rest = ids[row, :length].tolist()
             expected = trainer_log_probs(lm, [first], rest, 1.0)
