@@ -35,7 +35,7 @@ CURVE = (
     *("train/groups", "train/groups_zero_variance", "train/groups_mixed"),
     *("train/trajectories_used", "train/stop/max_rounds", "train/cut_turn_rate"),
     *("horizon/max_rounds", "policy/loss", "policy/entropy", "policy/grad_norm"),
-    *("policy/kl", "policy/kl_max", "data/policy_tokens"),
+    *("policy/kl", "policy/kl_max", "data/policy_tokens", "data/anchored_share"),
 )
 Result = dict[str, Any]
 

@@ -50,7 +50,7 @@ FOLDER = COMMITTED / "miniature"
 RUNS = Path("runs/miniature")
 SEEDS = (0, 1, 2)
 FIVE_SEEDS = (0, 1, 2, 3, 4)
-FEW, MANY = 4, 24  # turns in which a pilot has to solve a maze
+FEW, MOST, MANY = 4, 16, 24  # turns in which a pilot has to solve a maze
 PILOT_SEED = 9  # seed of the runs that choose a learning rate by success on training goals
 RATES = (3e-5, 1e-4, 3e-4)
 HORIZONS = ("short", "long", "stepwise")
@@ -281,6 +281,39 @@ CHOICES |= {
 }
 
 
+# Whose turn was it? One update a step; the control is the best `long-at-*`, which is GRPO.
+CREDIT: dict[str, tuple[str, ...]] = {
+    "gigpo": ("--algorithm", "gigpo"),
+    "by-turn": ("--algorithm", "ppo", "--gae-unit", "turn"),
+}
+# Losses that differ only if a step has several updates, here four, and GRPO as the control.
+FOUR = ("--mini-batch-size", "16")
+LOSSES: dict[str, tuple[str, ...]] = {
+    "grpo-4": FOUR,
+    "dapo": (
+        *(*FOUR, "--clip-ratio-high", "0.28", "--dynamic-sampling", "2"),
+        *("--overlong-penalty", "256"),
+    ),
+    "dr-grpo": (*FOUR, "--no-scale-by-std", "--loss-agg", "constant"),
+    "gspo": (
+        *(*FOUR, "--ratio", "sequence", "--clip-ratio", "3e-4", "--clip-ratio-high", "4e-4"),
+        *("--loss-agg", "seq-mean"),
+    ),
+}
+
+
+def variant(name: str, rate: float) -> Arm:
+    options = rate_options("ppo" if name == "by-turn" else "grpo", rate)
+    steps = 44 if name == "dapo" else 60  # dapo plays other tasks, too: for about equal turns
+    return Arm((*options, *(CREDIT | LOSSES)[name], *TWICE, *late(steps)), steps=steps)
+
+
+CHOICES |= {
+    name: Choice(partial(variant, name), (1e-4, 3e-4), MOST, SEEDS, "development")
+    for name in CREDIT | LOSSES
+}
+
+
 def pilots_of(name: str) -> tuple[str, ...]:
     choice = CHOICES[name]
     return tuple(at_rate(choice.falls_with or name, rate) for rate in choice.rates)
@@ -315,6 +348,13 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "growth": (*(arm for cap in CAPS for arm in pilots_of(cap)), *CAPS),
     # does it keep a long horizon stable that would fall without it?
     "hot": (*pilots_of("hot-cap24"), *HOT),
+    # which turn, which loss?
+    "credit": (
+        *(at_rate("long", rate) for rate in RATES),
+        *(arm for name in CREDIT for arm in pilots_of(name)),
+        *CREDIT,
+    ),
+    "losses": (*(arm for name in LOSSES for arm in pilots_of(name)), *LOSSES),
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -340,6 +380,10 @@ PRIMARY = {
     "hot": "how many of three runs collapse, hot-grow against hot-cap24, at the lowest rate at "
     "which the pilot of hot-cap24 ends below half of its start on development mazes; then their "
     "difference on all held-out mazes in 24 turns, temperature 1, equal turns",
+    "credit": "gigpo minus GRPO (long, at the rate that solves most development mazes), on "
+    "held-out mazes in 16 turns, temperature 1, equal turns",
+    "losses": "dapo minus grpo-4, each at the rate of its pilots, on held-out mazes in 16 turns, "
+    "temperature 1, equal turns",
 }
 
 

@@ -524,6 +524,35 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
 
 
+def against(name: str, arms: Sequence[str], control: str) -> list[str]:
+    """Each of the arms against a control, GRPO: "long" is the best rate of that horizon."""
+    runs = runs_of(name)
+    if control == "long":
+        runs = dict(runs)
+        rates_of_long = [at_rate("long", rate) for rate in RATES]
+        long = {arm: runs.pop(arm) for arm in rates_of_long if arm in runs}
+        runs |= {"long": long[best_rates(long)["long"]]} if len(long) == len(RATES) else {}
+    runs = {arm: runs[arm] for arm in (control, *arms) if arm in runs}
+    if len(runs) <= len(arms) or len({len(results) for results in runs.values()}) > 1:
+        return []
+    reading = reading_of(runs, "turns")(ALL_TURNS)
+    lines = [*primary(name, runs, (arms[0], control), reading), ""]
+    pairs = [(arm, control) for arm in arms]
+    for temperature in ("", COOL):
+        lines += [f"Temperature {temperature or 1}:", ""]
+        lines += [*comparison(runs, pairs, "turns", True, temperature), ""]
+    titles = "arm | learning rate | entropy at the end | turns that began in another's state, %"
+    rows = []
+    for arm, results in runs.items():
+        shares = [r.get("data/anchored_share") for x in results for r in x["curve"]]
+        shares = [share for share in shares if share is not None]
+        anchored = f"{100 * fmean(shares):.0f}" if shares else "-"
+        rate = f"{results[0]['config']['learning_rate']:g}"
+        minutes = f"{fmean(r['curve'][-1]['cpu_seconds'] for r in results) / 60:.0f}"
+        rows.append((arm, rate, late_mean(results, "policy/entropy", 3), anchored, minutes))
+    return [*lines, *markdown(f"{titles} | CPU minutes", rows)]
+
+
 def collapse(result: Result) -> float:
     """Turns after which a run solves, over five steps, less than half of what it solved in its
     first five, and never more again; 0 if that does not happen."""
@@ -797,6 +826,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "imitation": imitation,
     "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink")),
     "hot": partial(growth, "hot", ("hot-cap8", "hot-cap24", "hot-grow", "hot-clamp")),
+    "credit": partial(against, "credit", tuple(miniature.CREDIT), "long"),
+    "losses": partial(against, "losses", tuple(miniature.LOSSES)[1:], "grpo-4"),
     "widening": widening,
     "noise": noise,
     "controls": controls,
