@@ -98,7 +98,7 @@ def take_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> bool:
     turn.parse_error = result.info.get("parse_error")
     if (anchor := result.info.get("anchor")) is not None:  # from a server
         turn.anchor = str(anchor)
-    elif result.is_refusal:  # the state stays the same
+    elif result.is_refusal or result.info.get("failed"):  # the state stays the same
         before = trajectory.turns[:-1]
         turn.anchor = before[-1].state_after if before else ""
     trajectory.success = success = bool(result.info.get("success"))

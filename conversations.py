@@ -117,7 +117,7 @@ def to_record(content: Any, name: str) -> Record | None:
     has_weight = isinstance(content.get("weight"), int | float) and content["weight"] > 0
     check_keys(content, (*RECORD_KEYS, "weight") if has_weight else RECORD_KEYS)
     ids = (content.get("item_id"), content.get("id"), name)
-    record = {"item_id": str(next(i for i in ids if i is not None)), "conversations": turns}
+    record = {"item_id": str(next(i for i in ids if i not in (None, ""))), "conversations": turns}
     total = content.get("return", content.get("reward"))  # "reward" in AgentGym's evaluations
     return check_record(record | {"return": total, "seed": content.get("seed")})
 

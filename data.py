@@ -56,13 +56,12 @@ NAMES = {role: name for name, role in ROLES.items()}
 ROUNDING = 1e-6  # a return is a sum of increments, so 1 can come out slightly lower
 
 
-def to_agenttraj(item_id: str, messages: list[dict[str, str]]) -> Record:
-    """Convert a trajectory's messages to AgentGym's format: loss is true for assistant turns after
-    the first user turn, and null for all others."""
-    turns = []
-    for i, message in enumerate(messages):
-        loss = True if message["role"] == "assistant" and i > 1 else None
-        turns.append(as_turn(message, loss))
+def to_agenttraj(item_id: str, messages: list[dict[str, str]], num_turns: int) -> Record:
+    """Convert a trajectory's messages to AgentGym's format: loss is true for the assistant turns
+    that were played, the last `num_turns`, and null for all others, also in a prompt's examples."""
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    played = set(assistant[len(assistant) - num_turns :])
+    turns = [as_turn(message, True if i in played else None) for i, message in enumerate(messages)]
     return {"item_id": item_id, "conversations": turns}
 
 
@@ -382,6 +381,7 @@ def source_of(env: str) -> str:
     shared = Path(inspect.getfile(Task)).parent
     files = [file]
     if (file.parent / "__init__.py").exists():
-        files = sorted([*file.parent.rglob("*.py"), *file.parent.rglob("*.jsonl")])
+        kinds = (".py", ".jsonl", ".toml", ".html")
+        files = sorted(path for path in file.parent.rglob("*") if path.suffix in kinds)
     paths = [*files, shared / "__init__.py", shared / "common.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()

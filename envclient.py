@@ -292,6 +292,8 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             reward += result.reward
             num_played += 1
             has_failed = bool(result.info.get("failed")) or result.is_refusal
+        if num_played > 1:  # the state has changed, even if the last action failed
+            result = result._replace(info={k: v for k, v in result.info.items() if k != "failed"})
         if num_played < len(actions) and self._is_running:
             note = f"Action {num_played} of {len(actions)} failed, so the others were not played."
             result = result._replace(observation=f"{result.observation}\n{note}")

@@ -116,6 +116,9 @@ def create_app(
     )
 
 
+CLOSE_S = 5.0  # for all environments to close when the server ends
+
+
 @asynccontextmanager
 async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
     """Close idle sessions regularly, and at the end all sessions and the shared resources."""
@@ -128,8 +131,9 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
     sweeper = asyncio.create_task(sweep())
     yield
     sweeper.cancel()
-    for session_id in list(sessions.table):
-        await sessions.close(session_id)
+    closing = [asyncio.ensure_future(sessions.close(session)) for session in list(sessions.table)]
+    if closing:  # an environment that hangs must not keep the others or the server
+        await asyncio.wait(closing, timeout=CLOSE_S)
     try:
         await anyio.to_thread.run_sync(call_class, sessions.env_class, "close_shared")
     except ClassError as error:

@@ -315,6 +315,8 @@ class Episodes:
     async def _step(self, fields: Any, extra_method: str = "") -> Any:
         """`extra_method`: a method of the environment; its dict is added to the answer."""
         action = _field(fields, "action", str)
+        if extra_method:  # AgentGym's server reads the policy's text there
+            action = action.replace("</s>", "").rpartition("Action:")[2].strip()
         async with self._episode(fields) as (session, turn):
             if turn["done"]:
                 hint = "POST /reset starts the next episode"

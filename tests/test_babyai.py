@@ -193,8 +193,12 @@ def test_an_impossible_action_gives_the_reason_and_costs_nothing():
     }.items():
         observation, *rest = env.step(action)
         assert observation == f"Not possible: {reason}.\nAvailable actions: {actions}"
-        assert rest == [0.0, False, False, {"success": False, "score": 0.0, "failed": True}]
+        assert rest[:3] == [0.0, False, False] and rest[3].pop("anchor") == env._level.state
+        assert rest[3] == {"success": False, "score": 0.0, "failed": True}
     assert env.state_for_people()["steps"] == 0
+    state = env._level.state
+    assert env.step("turn right")[4]["anchor"] != state
+    assert env.step("turn left")[4]["anchor"] == state
 
 
 def open_door(level: Level, color: str) -> None:

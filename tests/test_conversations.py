@@ -11,7 +11,7 @@ from conversations import read_records
 from data import encode, to_agenttraj
 
 __all__ = ["chat"]  # a fixture
-RECORDS = [to_agenttraj(f"textcraft_{n}", episode_messages(n)) for n in range(3)]
+RECORDS = [to_agenttraj(f"textcraft_{n}", episode_messages(n), 2) for n in range(3)]
 GOOD = json.dumps(RECORDS[0])
 
 

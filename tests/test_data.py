@@ -144,7 +144,7 @@ def test_a_demonstration_has_the_tokens_of_the_same_episode_when_sampled(chat, r
     assert handler.input_ids == sampled.input_ids
     assert handler.loss_mask == sampled.loss_mask
     assert handler.messages == sampled.messages
-    assert to_agenttraj(handler.task_id, handler.messages) == record
+    assert to_agenttraj(handler.task_id, handler.messages, len(handler.turns)) == record
 
 
 def test_agentgyms_opening_dialogue_and_turns_without_loss_are_not_learned(chat):

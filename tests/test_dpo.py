@@ -286,7 +286,7 @@ def episode(task, texts, total=None, observation="dark", prompt="rules", **extra
     roles = ("assistant", "user") * 20
     messages = [{"role": r, "content": t} for r, t in zip(roles, texts.split(", "), strict=False)]
     opening = [{"role": "system", "content": prompt}, {"role": "user", "content": observation}]
-    record = to_agenttraj(task, opening + messages) | extra
+    record = to_agenttraj(task, opening + messages, (len(messages) + 1) // 2) | extra
     return encode(WORDS, record if total is None else record | {"return": total})
 
 

@@ -12,7 +12,7 @@ from webarena_site import require_browser
 
 from envs import TaskIndexError, load_tasks
 from envs.webarena import WebArena, tasks, templates
-from envs.webarena.evaluators import evaluate
+from envs.webarena.evaluators import evaluate, string_match
 from envs.webarena.sites import SITES
 
 OURS = range(tasks.NUM_OFFICIAL, tasks.num_tasks())
@@ -103,6 +103,22 @@ def test_tasks_are_complete_and_in_webarenas_format():
     kinds = Counter(kind for task in all_tasks for kind in task["eval"]["eval_types"])
     assert min(kinds[k] for k in ("string_match", "url_match", "program_html", "database")) > 70
     assert sum(len(task["sites"]) > 1 for task in all_tasks) >= 20
+
+
+def test_lists_of_candidates_and_pages_that_do_not_exist_earn_nothing():
+    """RL would find such short cuts."""
+    for indices in by_template().values():
+        all_tasks = [tasks.task(index) for index in indices]
+        references = [task["eval"]["reference_answers"] or {} for task in all_tasks]
+        answers = [r.get("exact_match") or ", ".join(r.get("must_include", ())) for r in references]
+        for task, answer in zip(all_tasks, answers):
+            if answer:
+                assert string_match(task["eval"], answer, task["intent"])
+                listing = " ".join(dict.fromkeys(answers))
+                assert not string_match(task["eval"], listing, task["intent"])
+            elif url := task["eval"]["reference_url"]:
+                for place, score in ((url, 1), (f"{url}&x=1", "?" in url), (f"{url}/no-page", 0)):
+                    assert evaluate(task, "", SimpleNamespace(url=place)) == score
 
 
 def test_the_id_lists_have_the_documented_sizes_proportions_and_splits():

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envclient import AllServersDown, EnvClient, EnvError, EnvPool, local_server
-from envs import ENVS, get_env, load_tasks
+from envs import ENVS, ParseError, get_env, load_tasks
+from envs.common import action_in
 from run.errors import RunFailed
 from run.files import make_folder
 from trajectory import Trajectory, Turn
@@ -99,6 +100,11 @@ def reenact(environments: Environments, line: Mapping[str, Any], env: str | None
             if was_cut or difference:
                 break
             result = client.step(turn["action_text"])
+            if result.is_refusal and not turn.get("parse_error"):
+                raise PlayError(
+                    "these turns are plans, or actions in another format, which only the run that "
+                    "made them could play"
+                )
             states.append(state_of(client))
             if result.observation != recorded:
                 difference = {"turn": number, "then": recorded, "now": result.observation}
@@ -151,15 +157,17 @@ class Play:
         return self._show(session)
 
     def step(self, session: str, text: str) -> dict[str, Any]:
-        """Play the typed text; a bare action gets the "Action:" prefix that models write."""
+        """Play the typed text; a bare action is written as the environment wants it."""
         from agents import take_result
         from rollout import state_of
 
         client, t = self._session(session)
         if t.stop_reason:
             raise PlayError("this episode has ended; start a new one")
-        if "Action:" not in text and "<" not in text:
-            text = f"Action: {text}"
+        try:
+            action_in(get_env(t.env), text)
+        except ParseError:
+            text = client.say("", text)
         start = time.perf_counter()
         with play_errors():
             result = client.step(text)

@@ -230,6 +230,7 @@ def line_of(record: Record) -> dict[str, Any]:
             for turn in record["conversations"]
         ],
         "turns": [{"action_text": action, "observation_text": answer} for action, answer in pairs],
+        "record": record,
     }
 
 
@@ -307,7 +308,8 @@ def trajectory_view(source: Source, name: str, number: int) -> dict[str, Any]:
         "parts_at": {
             str(n): first_difference(actions[number], actions[n]) for n in actions if n != number
         },
-        "agenttraj": to_agenttraj(str(row["task_id"]), line["messages"]),
+        "agenttraj": line.get("record")
+        or to_agenttraj(str(row["task_id"]), line["messages"], len(turns)),
         "command": f"python -m envs.{env} --task-index {index}" if env in ENVS else None,
         "previous": number - 1 if number else None,
         "next": number + 1 if number + 1 < len(lines) else None,

@@ -207,7 +207,7 @@ class BabyAI:
             self._stage.end()
             self._actions = []
         self._score += reward
-        info = {"success": reward > 0, "score": self._score} | failed
+        info = {"success": reward > 0, "score": self._score, "anchor": level.state} | failed
         return observation, reward, is_over and level.terminated, is_over and level.truncated, info
 
     def _look(self) -> str:

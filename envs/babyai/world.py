@@ -20,6 +20,7 @@ changes nothing and costs no step; its observation gives the reason.
 """
 
 import re
+import zlib
 from collections import Counter, deque
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -65,6 +66,13 @@ class Level:
     @property
     def is_over(self) -> bool:
         return self.terminated or self.truncated
+
+    @property
+    def state(self) -> str:
+        """A text that is equal for equal states: the agent's place, what it carries, the grid."""
+        carried = self.env.carrying.encode() if self.env.carrying else ""
+        grid = zlib.crc32(self.env.grid.encode().tobytes())
+        return f"{self.position} {self.direction} {carried} {grid}"
 
     @property
     def mission(self) -> str:

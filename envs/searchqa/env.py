@@ -257,11 +257,11 @@ class SearchQA:
         """Start an episode and return the first observation. Also raises TaskIndexError if the file
         of a published question is missing."""
         require_task(type(self), task_index)
-        self._stage = Stage()  # if an error occurs below, the session has no episode
         try:
-            self._question: Question = find_question(task_index)
+            question = find_question(task_index)
         except LookupError as error:
             raise TaskIndexError(*error.args) from error
+        self._question: Question = question
         self._task_index = task_index
         self._searches = []
         self._latest_answer = ""

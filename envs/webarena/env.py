@@ -214,9 +214,11 @@ class WebArena:
         official task needs something that is not configured, and BrowserLost if the browser fails;
         the next reset uses another one."""
         require_task(type(self), task_index)
+        is_official, task = task_index < tasks.NUM_OFFICIAL, tasks.task(task_index)
+        cookies = self._cookies(task, task_index) if is_official else None  # our own need none
         self.close()
-        self._task, self._task_index = tasks.task(task_index), task_index
-        self._open()
+        self._task, self._task_index = task, task_index
+        self._open(is_official, cookies)
         self._num_turns = 0
         self._reward = 0.0
         self._previous = ""  # the latest action that could be read
@@ -225,9 +227,7 @@ class WebArena:
         self._stage.begin()
         return self._observation()
 
-    def _open(self) -> None:
-        is_official = self._task_index < tasks.NUM_OFFICIAL
-        cookies = self._cookies() if is_official else None  # our own sites need none
+    def _open(self, is_official: bool, cookies: Path | None) -> None:
         self._sites, self._browser = _shared.start()
         if is_official:
             real = {PUBLIC[name]: address for name, address in _addresses().items()}
@@ -241,21 +241,22 @@ class WebArena:
         start = [addresses.to_real(url) for url in self._task["start_url"].split(" |AND| ")]
         self._page = self._browser.call(self._session.open(start, cookies))
 
-    def _cookies(self) -> Path | None:
+    @staticmethod
+    def _cookies(task: Mapping[str, Any], task_index: int) -> Path | None:
         """The file with the cookies for an official task. Raises TaskIndexError if the task cannot
         be played here."""
-        if needs_judge(self._task) and not os.environ.get("WEBARENA_JUDGE_URL"):
+        if needs_judge(task) and not os.environ.get("WEBARENA_JUDGE_URL"):
             raise TaskIndexError(
-                f"a language model judges the answer to task {self._task_index}; name a chat "
+                f"a language model judges the answer to task {task_index}; name a chat "
                 "server in WEBARENA_JUDGE_URL"
             )
-        if not self._task.get("storage_state"):
+        if not task.get("storage_state"):
             return None
         folder = Path(os.environ.get("WEBARENA_AUTH") or ".auth")
-        path = folder / Path(self._task["storage_state"]).name
+        path = folder / Path(task["storage_state"]).name
         if not path.is_file():
             raise TaskIndexError(
-                f"task {self._task_index} needs {path}, which WebArena's auto_login.py writes; "
+                f"task {task_index} needs {path}, which WebArena's auto_login.py writes; "
                 "name its folder in WEBARENA_AUTH"
             )
         return path

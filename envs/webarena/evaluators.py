@@ -5,6 +5,7 @@ A task's "eval" names evaluators; the score is their product, 1 or 0:
     string_match    the answer of `stop`: equal to a reference, or contains all of some phrases, or
                     means the same in the opinion of a judge, which is a language model
     url_match       the address of the last page: contains a reference, and has its parameters
+                    (our own tasks: has the same path as the reference, and its parameters)
     program_html    texts on pages: equal to a reference, or contains all of some phrases
     database        rows of our own sites' databases: equal to those that are expected
 
@@ -17,14 +18,16 @@ sentence.
 import ast
 import html
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from envs.http import JSON_HEADERS, HttpClient, key_in, parse
+from envs.webarena.tree import Page
 
 OR = " |OR| "
 TIMEOUT_S = 25.0  # of a request; the shop needs two, and a client waits 60 s
@@ -59,7 +62,11 @@ def evaluate(task: dict[str, Any], answer: str, final: Final) -> float:
     evaluation = task["eval"]
     evaluators: dict[str, Callable[[], bool]] = {
         "string_match": lambda: string_match(evaluation, answer, task["intent"]),
-        "url_match": lambda: url_match(evaluation["reference_url"], final.url),
+        "url_match": lambda: (
+            Page(final.url).is_at(evaluation["reference_url"])
+            if evaluation.get("url_note") == "EXACT"
+            else url_match(evaluation["reference_url"], final.url)
+        ),
         "program_html": lambda: all(_holds(t, final) for t in evaluation["program_html"]),
         "database": lambda: all(
             [list(row) for row in final.query(check["sql"])] == check["expected"]
@@ -74,6 +81,8 @@ def evaluate(task: dict[str, Any], answer: str, final: Final) -> float:
 
 def string_match(evaluation: dict[str, Any], answer: str, intent: str) -> bool:
     """Compare the answer of `stop` with the references."""
+    if len(answer.split()) > evaluation.get("max_words", math.inf):  # of our own tasks
+        return False
     answer, score = clean(answer), True
     for approach, reference in evaluation["reference_answers"].items():
         if approach == "exact_match":
@@ -133,7 +142,7 @@ def includes(reference: str, text: str, is_word: bool = False) -> bool:
 # ------------------------------------------------------------------------------------ the judge
 
 
-def needs_judge(task: dict[str, Any]) -> bool:
+def needs_judge(task: Mapping[str, Any]) -> bool:
     return "fuzzy_match" in (task["eval"].get("reference_answers") or {})
 
 

@@ -30,8 +30,7 @@ class Step(NamedTuple):
     text: str = ""  # to enter, to choose; the address of goto, the answer of stop
 
     def applies(self, page: Page) -> bool:
-        place = Page(self.place or page.url)
-        return place.path == page.path and place.query.items() <= page.query.items()
+        return page.is_at(self.place or page.url)
 
 
 def next_move(page: Page, plan: Sequence[Step], start_url: str, previous: str) -> tuple[str, str]:

@@ -17,9 +17,9 @@ A template is an intent with gaps, and SQL whose rows fill the gaps:
 
 The last line is the evaluator: SQL that must find exactly one row, this one. The others:
 
-    answer = ["{price}"]                   the answer includes all of these
+    answer = ["{price}"]                   the answer includes all of these, and few other words
     exact = "{count}"                      the answer is exactly this
-    opens = true                           the last page is the one in `done`
+    opens = true                           the last page is the one in `done`, exactly
     page = ["/users/marvin", "#bio", "{bio}"]
                                            afterwards, this page has this text at this CSS selector
 
@@ -45,6 +45,8 @@ from envs.webarena.sites import PUBLIC, open_master
 
 FILE = Path(__file__).with_name("templates.toml")
 INSTANCES = 15  # tasks of a template that has no `limit`
+# Otherwise an agent could list all answers that it can think of, and RL would find that out.
+MORE_WORDS = 3
 LINE = re.compile(r"(?:([a-z_]*:?/\S*) )?(click|press|type|fill|choose|goto) (.*)")
 ROLES = {"click": "link", "press": "button", "choose": "combobox", "goto": ""}
 
@@ -113,11 +115,13 @@ class Filled:
         template, kind = self.template, "string_match"
         more: dict[str, Any] = {"reference_answers": None, "reference_url": "", "program_html": []}
         if "answer" in template:
-            more["reference_answers"] = {"must_include": list(map(self.text, template["answer"]))}
+            phrases = list(map(self.text, template["answer"]))
+            more["reference_answers"] = {"must_include": phrases}
+            more["max_words"] = len(" ".join(phrases).split()) + MORE_WORDS
         elif "exact" in template:
             more["reference_answers"] = {"exact_match": self.text(template["exact"])}
         elif "opens" in template:
-            kind, more["url_note"] = "url_match", "GOLD in PRED"
+            kind, more["url_note"] = "url_match", "EXACT"
             more["reference_url"] = self.url(template["done"])
         elif "page" in template:
             address, selector, text = template["page"]

@@ -88,6 +88,11 @@ class Page:
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(urlsplit(self.url).query, keep_blank_values=True))
 
+    def is_at(self, place: str) -> bool:
+        """Whether this page has the path of a public URL, and the parameters of its query."""
+        other = Page(place)
+        return other.path == self.path and other.query.items() <= self.query.items()
+
     def find(self, role: str, name: str) -> Node | None:
         """The first node with exactly this role and name."""
         return next((n for n in self.nodes if (n.role, n.name) == (role, name)), None)
