@@ -66,6 +66,8 @@ class Engine(Protocol):
     environment. With more, the cache could lose their tokens between turns. None: no limit.
     """
 
+    num_samplers: int = 1  # with weights of their own; idle ones are used in turn
+
     @property
     def max_open(self) -> int | None: ...
     @property
@@ -89,6 +91,7 @@ class TransformersEngine:
     """
 
     max_open = 64  # there is no cache, but an environment session that idles too long is closed
+    num_samplers = 1
 
     def __init__(
         self,

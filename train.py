@@ -81,6 +81,7 @@ from sampling.fleet import TeacherServer
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
+from scale.sync import require_own_weights
 from schedulers import make_scheduler
 from trajectory import RolloutHandler, are_equal
 from update import (
@@ -491,6 +492,7 @@ class RLWorker(Worker):
         if self.config.asks_oracle:
             return imitate(self.policy, batch, objective, seed=step)
         metrics |= update_policy(self.policy, batch, objective, step, signal_share)
+        require_own_weights(metrics["sampler/log_prob_diff_mean"], self.config.max_sync_error, step)
         return metrics
 
     def reset_adapters_if_due(self, step: int) -> None:
@@ -498,6 +500,7 @@ class RLWorker(Worker):
         if is_due(step, self.config.reset_adapter_every, 0):
             restart_adapters(self.policy.model.lm, seed=self.config.seed + step)
             self.policy = self.with_new_optimizer(self.policy)
+            self.has_new_weights = True
             distributed.say(f"step {step}: adapters merged; this policy is the new reference")
 
 

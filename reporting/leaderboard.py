@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reporting.scoring import percent
+from reporting.scoring import OPTIONAL_SETTINGS, percent
 
 MODELS = ("base 3B", "base 7B", "AG-3B", "AG-7B", "SI-7B")
 PAPER_TEMPERATURE = 1.0
@@ -107,6 +107,9 @@ def differences(benchmark: Benchmark) -> list[str]:
         if lost["trajectories"]:
             count = f"{lost['trajectories']} of {lost['of']}"
             lines.append(f"{env}: {count} episodes were lost to infrastructure and left out")
+        for name in OPTIONAL_SETTINGS:
+            if name in summary:
+                lines.append(f"{env}: {name.replace('_', ' ')} {summary[name]}; not in the paper")
         if env not in PAPER:
             continue
         counts = {

@@ -339,8 +339,10 @@ def brackets(estimate: Mapping[str, Any], signed: bool = False) -> str:
 # Evaluations are comparable only if these settings are equal.
 SETTINGS = (
     *("temperature", "samples", "max_rounds", "max_tokens_per_turn", "max_trajectory_tokens"),
-    *("seed", "variant", "prompt"),
+    *("seed", "variant"),
 )
+# Results that do not record these have their defaults.
+OPTIONAL_SETTINGS = ("prompt", "action_format", "max_actions_per_turn", "agent", "attempts")
 
 
 def compare(before_path: str | Path, after_path: str | Path) -> str:
@@ -361,7 +363,7 @@ def compare(before_path: str | Path, after_path: str | Path) -> str:
     if num_left_out := len(before.keys() ^ after.keys()):
         line += f" ({num_left_out} left out because they are in only one file)"
     # Evaluations made during training do not record these settings.
-    settings = [name for name in SETTINGS if name == "prompt" or (name in a and name in b)]
+    settings = [*OPTIONAL_SETTINGS, *(name for name in SETTINGS if name in a and name in b)]
     if differing := [name for name in settings if a.get(name) != b.get(name)]:
         line += f"; settings that differ: {', '.join(differing)}"
     return line

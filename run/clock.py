@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import resource
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ def advice(phase: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
         raise OutOfMemory(
             f"out of memory in {name}: {text.splitlines()[0][:200]}{what_to_lower}"
         ) from error
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error's traceback hold: after a failed pass, its activations."""
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    release_memory()
 
 
 def release_memory() -> None:

@@ -34,7 +34,7 @@ from reporting.metrics import MetricsLogger, by_env
 from reporting.sentinels import Sentinels
 from reporting.trackers import TrackerError, Trackers
 from run import checkpoint, progress, rundir
-from run.clock import Clock
+from run.clock import Clock, clear_frames
 from run.errors import CheckpointError, Misuse, RunFailed, TrainingError, print_error
 from run.files import weights_digest
 from run.worker import Worker
@@ -124,7 +124,7 @@ class Session(Generic[WorkerType]):
             self.load_checkpoint()
         if c.plays:
             self.worker.sync_with_probes(self.completed_step, self.worker.openings)
-        resume_step = self.completed_step if c.resume else None
+        resume_step, problem = self.completed_step if c.resume else None, ""
         try:
             check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
             distributed.run_on_rank_0("resuming", check)
@@ -135,10 +135,13 @@ class Session(Generic[WorkerType]):
                 (path / ALARMS).touch()  # an empty file: no alarms yet
             self.logger = MetricsLogger(path, resume_step, writes, trackers, columns)
         except (LogError, TrackerError) as error:
-            raise TrainingError(str(error)) from None
+            problem = str(error)
+        if problem := next(filter(None, distributed.gather(problem)), ""):  # only rank 0 may know
+            raise TrainingError(problem)
         if c.resume:
             for timings in read_log(path / "timings.jsonl") if writes else ():
                 self.time_left.note(timings)
+            self.note_late_evaluation()
             self.tidy_up()
             distributed.say(f"resumed after step {self.completed_step}")
         self.note_completed(self.completed_step)
@@ -197,6 +200,7 @@ class Session(Generic[WorkerType]):
         except (Exception, SystemExit) as error:
             if not self.worker.has_new_weights or not distributed.is_known_to_all(error):
                 raise
+            clear_frames(error)  # of a failed pass
             self.failure = error
 
     # Evaluation
@@ -266,6 +270,19 @@ class Session(Generic[WorkerType]):
                 f"[{avg['low']:.1%}, {avg['high']:.1%}], {row['items']} tasks x {samples}"
             )
         return rows
+
+    def note_late_evaluation(self) -> None:
+        """Note an evaluation that was repeated after the checkpoint of its step was saved; only the
+        log has it."""
+        step = self.completed_step
+
+        def logged() -> float | None:
+            rows = read_log(self.run.path / "metrics.jsonl") if step else ()
+            return next((row.get("eval/avg") for row in rows if row["step"] == step), None)
+
+        score = distributed.run_on_rank_0("resuming", logged)
+        if score is not None and self.evaluated_step != step:
+            self.note_evaluation(step, score)
 
     def note_evaluation(self, step: int, score: float) -> None:
         """Record the score after `step`; an equal score does not replace the best."""
@@ -367,6 +384,7 @@ class Session(Generic[WorkerType]):
         has_steps = self.completed_step or isinstance(error, KeyboardInterrupt)
         if not has_steps or not distributed.is_known_to_all(error):  # saving is collective
             return
+        clear_frames(error)
         if not self.worker.has_new_weights and not isinstance(error, CheckpointError):
             self.save_completed()
         saved = f"the last checkpoint is of step {self.saved_step}"
@@ -384,6 +402,8 @@ class Session(Generic[WorkerType]):
             try:
                 if self.best_step in checkpoint.steps_saved(self.run.path):
                     checkpoint.mark_best(self.run.path, self.best_step)
+                else:  # a link that remains would name the next checkpoint of its step
+                    (self.run.path / "checkpoints" / "best").unlink(missing_ok=True)
                 checkpoint.prune(self.run.path, self.config.keep_last)
             except OSError as error:  # for example, another program has opened an old checkpoint
                 distributed.say(f"note: old checkpoints could not be deleted: {error}")

@@ -229,7 +229,6 @@ class Worker:
 
     def with_new_optimizer(self, learner: Learner) -> Learner:
         """The same model with a new optimizer."""
-        self.has_new_weights = True
         rate = self.config.learning_rate
         return learner._replace(optimizer=self.optimizer_of(learner.model, rate))
 

@@ -19,6 +19,7 @@ Read next: `rollout.py`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -175,7 +176,7 @@ class Server:
     def __init__(self, url: str, command: str) -> None:
         self.url, self.command = checked_url(url), command
         self.http = self.new_http_client()
-        self.num_running = 0
+        self.num_running = self.last_choice = 0
         self.problem: str | None = None  # why it is excluded; None if it is in use
 
     def new_http_client(self) -> HttpClient:
@@ -290,7 +291,9 @@ class FleetEngine:
         self.weights_dir = weights_dir.absolute()
         self.max_open = 2 * MAX_NUM_SEQS * len(urls)  # half of them wait for their environments
         self._threads = ThreadPoolExecutor(self.max_open)
-        self._lock = threading.Lock()  # protects the servers' num_running
+        self.num_samplers = len(self._servers)
+        self._choices = itertools.count(1)
+        self._lock = threading.Lock()  # protects the servers' num_running and last_choice
         self._running: dict[str, Future[Generation]] = {}
         self._last_server: dict[str, Server] = {}  # where a trajectory's last turn was sampled
         seeds = list(self._threads.map(Server.check, self._servers))
@@ -357,9 +360,9 @@ class FleetEngine:
         free."""
         last_server = self._last_server.get(request_id)
 
-        def load(server: Server) -> tuple[bool, int]:
+        def load(server: Server) -> tuple[bool, int, int]:
             bonus = MAX_IMBALANCE * (server is last_server)
-            return server is failed_server, server.num_running - bonus
+            return server is failed_server, server.num_running - bonus, server.last_choice
 
         with self._lock:
             usable = [s for s in self._servers if s.problem is None]
@@ -367,6 +370,7 @@ class FleetEngine:
                 raise EngineError(f"none of the servers can be used:{self._problems()}")
             server = self._last_server[request_id] = min(usable, key=load)
             server.num_running += 1
+            server.last_choice = next(self._choices)
         return server
 
     def _problems(self) -> str:

@@ -62,6 +62,8 @@ class VLLMEngine:
         EngineError: vLLM is not installed or does not start.
     """
 
+    num_samplers = 1
+
     def __init__(
         self,
         model_path: str,

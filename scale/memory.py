@@ -281,8 +281,9 @@ def state_of(config: RunConfig, shape: Shape) -> dict[str, float]:
     them."""
     devices = int(os.environ.get("WORLD_SIZE", 1))
     parts = state_bytes(shape, devices, config.lora_rank)
-    if getattr(config, "needs_critic", False):
-        parts |= {name: 2 * parts[name] for name in ("weights", "gradients", "moments")}
+    if getattr(config, "needs_critic", False):  # it has no adapters
+        critic = state_bytes(shape, devices, 0)
+        parts |= {name: parts[name] + critic[name] for name in ("weights", "gradients", "moments")}
     if not (getattr(config, "kl_coef", 0) or getattr(config, "kl_loss_coef", 0)):
         parts["reference"] = 0
     teacher = getattr(config, "teacher", None)
@@ -301,7 +302,8 @@ def required_bytes(config: RunConfig, shape: Shape, memory: DeviceMemory) -> flo
     keep = choose_keep(c.gradient_checkpointing, memory.is_gpu, shape.parameters)
     head = GPU_HEAD_BYTES if memory.is_gpu else CPU_HEAD_BYTES
     devices = int(os.environ.get("WORLD_SIZE", 1))
-    update = transient_bytes(shape, tokens, devices, c.lora_rank, keep, head)
+    rank = 0 if getattr(c, "needs_critic", False) else c.lora_rank
+    update = transient_bytes(shape, tokens, devices, rank, keep, head)
     sampler = 0.0
     if not (c.engine_url or c.engine_devices):
         sampler = 2 * shape.parameters + cache_bytes(shape, c.max_trajectory_tokens)

@@ -69,10 +69,13 @@ def compare(
     device: Any,
     seed: int = 0,
 ) -> list[float]:
-    """Sample a few tokens after each opening and score them with the trainer.
+    """Sample a few tokens after each opening, with every sampler, and score them with the trainer.
 
-    Collective. `openings` are token ids, the same on every rank. Returns d of every rank.
+    Collective. `openings` are token ids, the same on every rank. Returns d of every rank, that of
+    its worst sample.
     """
+    num_samples = max(len(openings), engine.num_samplers)
+    openings = [openings[n % len(openings)] for n in range(num_samples)]
     samples = distributed.run_on_every_rank(
         "probing", lambda: _sample(engine, openings, temperature, seed)
     )
@@ -84,8 +87,9 @@ def compare(
         with torch.no_grad():
             log_probs, _ = policy(input_ids, mask, temperature)
         expected = log_probs[0, len(ids) :].tolist()
-        differences += [abs(a - b) for a, b in zip(expected, g.log_probs, strict=True)]
-    return distributed.gather(sum(differences) / len(differences))
+        pairs = zip(expected, g.log_probs, strict=True)
+        differences.append(math.fsum(abs(a - b) for a, b in pairs) / len(expected))
+    return distributed.gather(max(differences))
 
 
 def check(differences: Sequence[float], limit: float, step: int) -> float:
@@ -100,6 +104,20 @@ def check(differences: Sequence[float], limit: float, step: int) -> float:
             "the sampler's weights differ from the trainer's"
         )
     return math.fsum(differences) / len(differences)
+
+
+def require_own_weights(difference: float, limit: float, step: int) -> None:
+    """SyncError if a step's tokens were sampled with other weights than those of the last sync.
+
+    Args:
+        difference: mean |log μ - log π| over the step's tokens (nats), equal on all ranks.
+    """
+    if difference > limit:
+        raise SyncError(
+            f"the tokens of step {step} have log-probs that differ by {difference:.3f} nats from "
+            f"the trainer's, above --max-sync-error {limit}: the sampler has changed its weights "
+            "since the last sync; does another run use the same server, or has it restarted?"
+        )
 
 
 def _sample(

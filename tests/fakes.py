@@ -155,7 +155,7 @@ class ScriptedEngine:
         on_poll: Callable[[], None] = lambda: None,
         max_open: int | None = None,
     ) -> None:
-        self.max_open = max_open
+        self.max_open, self.num_samplers = max_open, 1
         self.answer, self.is_ready, self.on_poll = answer, is_ready, on_poll
         self.requests: list[tuple[str, list[int], SamplingSettings]] = []
         self.aborted = False

@@ -264,6 +264,13 @@ def test_a_failing_request_is_retried_but_not_if_every_server_would_refuse_it(en
         assert sum(len(server.prompts) for server in servers) == num_attempts
 
 
+def test_idle_servers_are_used_in_turn_so_that_a_sync_can_check_each(engine, servers):
+    assert engine.num_samplers == 2
+    for n in range(4):
+        run(engine, **{f"{n}": ([n], SETTINGS)})
+    assert [len(server.prompts) for server in servers] == [2, 2]
+
+
 def test_a_server_that_hangs_is_excluded(servers, tmp_path, monkeypatch):
     monkeypatch.setattr(fleet, "TIMEOUT_S", 0.5)
     engine = FleetEngine([s.url for s in servers], tmp_path, OPTIONS)
@@ -279,7 +286,8 @@ def test_an_answer_without_a_finite_log_prob_for_each_id_is_an_error(engine, ser
     one_too_many["choices"][0]["token_ids"] = [5, 6]
     not_finite["choices"][0]["logprobs"] = {"token_logprobs": [math.nan]}
     for n, answer in enumerate([one_too_many, completion([]), not_finite, {"choices": [{}]}]):
-        servers[0].script["/v1/completions"] = [(200, {}, answer)]
+        for server in servers:
+            server.script["/v1/completions"] = [(200, {}, answer)]
         submit(engine, [n])
         with pytest.raises(EngineError, match="is it vLLM"):
             finish(engine)

@@ -98,6 +98,8 @@ def test_other_tasks_horizon_temperature_and_lost_episodes_are_marked_and_listed
         "babyai: up to 10 turns; 20 in the paper",
     ]
     assert all(f"! not comparable: {line}" in format_markdown(table) for line in differences(table))
+    maze |= {"agent": "reflect", "attempts": 5}
+    assert "babyai: attempts 5; not in the paper" in differences(benchmark(babyai=maze, samples=2))
     content = to_json(table)["families"]
     assert content["textcraft"]["paper"]["subtasks"]["depth 2"] == (41, 97.6)
     assert content["mars"] == {"not_measured": "no | Java", "paper": None}

@@ -57,6 +57,10 @@ def test_the_estimate_for_the_laptop_agrees_with_a_measurement():
     taught = replace(LAPTOP, algorithm="distill", teacher="smollm2-135m")
     more = sum(state_of(taught, SMOL).values()) - sum(state_of(LAPTOP, SMOL).values())
     assert more == pytest.approx(4 * 134.5e6, rel=0.01)
+    adapted = replace(LAPTOP, lora_rank=8)
+    critic = replace(adapted, algorithm="ppo")  # it has no adapters
+    more = sum(state_of(critic, SMOL).values()) - sum(state_of(adapted, SMOL).values())
+    assert more == pytest.approx(16 * 134.5e6, rel=0.01)
     config = replace(LAPTOP, max_tokens_per_micro_batch=1024)
     assert 7.5e9 < required_bytes(config, SMOL, machine(16)) < 10e9  # 9.1 GB measured
 

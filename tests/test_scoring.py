@@ -142,11 +142,11 @@ def test_compare_reports_the_difference_tasks_left_out_and_settings_that_differ(
         (tmp_path / name).write_text(json.dumps({"items": items} | options))
         return tmp_path / name
 
-    before, after = write("a.json", 0.0, 0.5, 1.0), write("b.json", 1.0, 1.0, prompt="Craft.")
+    before, after = write("a.json", 0.0, 0.5, 1.0), write("b.json", 1.0, 1.0, attempts=5)
     line = compare(before, after)
     assert line.startswith("25.0 % -> 100.0 %: +75.0 points [")
     assert "paired over 2 tasks (1 left out because they are in only one file)" in line
-    assert line.endswith("settings that differ: prompt")
+    assert line.endswith("settings that differ: attempts")
     assert "differ" not in compare(before, before)
     write("b.json", 0.0, complete=False)
     with pytest.raises(ValueError, match=r"b.json is from an evaluation that was stopped"):

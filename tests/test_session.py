@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from reporting import metrics
 from reporting.logs import read_log
 from reporting.sentinels import RULES
 from run import checkpoint, session
+from run.clock import clear_frames
 from run.errors import SyncError
 from run.rundir import Run
 from run.session import StopRequests
@@ -57,6 +59,44 @@ def test_only_a_strictly_better_score_becomes_the_best(open_session):
         run_session.note_evaluation(step, score)
         best_steps.append(run_session.best_step)
     assert best_steps == [0, 0, 10, 10, 10] and run_session.evaluated_step == 20
+
+
+def test_an_evaluation_after_its_checkpoint_is_read_from_the_log(open_session, tmp_path):
+    rows = [{"step": 40, "eval/avg": 0.55}, {"step": 50, "eval/avg": 0.7}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_session = open_session()
+    run_session.note_evaluation(40, 0.55)
+    run_session.completed_step = 50
+    run_session.note_late_evaluation()
+    assert (run_session.best, run_session.best_step, run_session.evaluated_step) == (0.7, 50, 50)
+
+
+def test_the_link_to_the_best_checkpoint_goes_with_it(open_session, tmp_path):
+    """Otherwise the next checkpoint of that step would be taken for the best."""
+    run_session, best = open_session(), tmp_path / "checkpoints/best"
+    (tmp_path / "checkpoints/step_000020").mkdir(parents=True)
+    best.symlink_to("step_000040")
+    run_session.best_step = 0
+    run_session.tidy_up()
+    assert not best.is_symlink()
+
+
+def test_a_failed_pass_holds_no_memory_while_the_run_is_saved():
+    class Activations:
+        pass
+
+    def forward():
+        activations = Activations()
+        alive.append(weakref.ref(activations))
+        raise RuntimeError("out of memory")
+
+    alive = []
+    try:
+        forward()
+    except RuntimeError as error:
+        assert alive[0]() is not None
+        clear_frames(error)
+    assert alive[0]() is None
 
 
 def test_a_collapse_names_the_step_the_cause_and_the_best_policy(open_session, capsys, tmp_path):

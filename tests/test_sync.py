@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,29 @@ def test_one_stale_weight_is_noticed(policy, engine):
     assert after[0] > 1e-3
     with pytest.raises(sync.SyncError, match="step 7, sampler and trainer differ by .* 0.001"):
         sync.check(after, 0.001, step=7)
+
+
+def test_every_sampler_gets_a_sample_and_the_worst_one_counts(policy, engine):
+    sync.send_weights(policy, engine, torch.float32)
+    submitted, submit, poll = [], engine.submit, engine.poll
+
+    def poll_with_a_stale_sampler():
+        return [
+            replace(g, log_probs=[x - 0.5 for x in g.log_probs]) if g.request_id == "4" else g
+            for g in poll()
+        ]
+
+    engine.num_samplers, engine.poll = 5, poll_with_a_stale_sampler
+    engine.submit = lambda name, ids, sampling: submitted.append(ids) or submit(name, ids, sampling)
+    (difference,) = differences(policy, engine)
+    assert submitted == [OPENINGS[n % 2] for n in range(5)]
+    assert difference == pytest.approx(0.5, abs=1e-4)
+
+
+def test_tokens_that_were_sampled_with_other_weights_stop_the_run():
+    sync.require_own_weights(0.1, 0.1, step=3)
+    with pytest.raises(sync.SyncError, match="step 3 have log-probs that differ by 0.200 nats"):
+        sync.require_own_weights(0.2, 0.1, step=3)
 
 
 def test_an_error_names_the_rank_whose_sampler_differs():
