@@ -22,7 +22,7 @@ How to run:
 Exit codes: 0 done, 1 a failure at run time, 2 misuse (one line), 130 stopped by Ctrl-C. Finished
 episodes are always written, except with exit code 2.
 
-Read next: chat.py. The numbers are computed in reporting/scoring.py.
+Read next: chat.py. The numbers: reporting/scoring.py, compare.py.
 """
 
 import contextlib
@@ -61,9 +61,10 @@ from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks, settings_of, variant_of
 from envs.http import checked_url, key_in
+from reporting.compare import compare, format_table
 from reporting.leaderboard import Benchmark, format_markdown, to_json
 from reporting.plots import plot_evaluation
-from reporting.scoring import compare, format_table, summarize
+from reporting.scoring import summarize
 from rollout import (
     RolloutLog,
     RolloutRequest,

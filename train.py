@@ -83,7 +83,7 @@ from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
 from scale.sync import require_own_weights
 from schedulers import make_scheduler
-from trajectory import RolloutHandler, are_equal
+from trajectory import RolloutHandler, are_equal, returns_by_group
 from update import (
     Learner,
     imitate,
@@ -216,13 +216,6 @@ def more_requests(
         replace(r, group_id=first_group + r.group_id, sample=first_sample + r.sample)
         for r in drawn[: count * c.group_size]
     ]
-
-
-def returns_by_group(trajectories: Sequence[RolloutHandler]) -> dict[int, list[float]]:
-    returns: dict[int, list[float]] = {}
-    for t in trajectories:
-        returns.setdefault(t.group_id, []).append(t.total_return)
-    return returns
 
 
 def select(

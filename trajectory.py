@@ -20,7 +20,7 @@ Read next: `advantages.py`, which turns the rewards of a trajectory into a learn
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -43,6 +43,13 @@ TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
 DIGITS = 7  # significant digits in files
 # Computed from the other fields, for listing trajectories.
 DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")
+
+
+def returns_by_group(trajectories: Iterable[Trajectory]) -> dict[int, list[float]]:
+    returns: dict[int, list[float]] = {}
+    for t in trajectories:
+        returns.setdefault(t.group_id, []).append(t.total_return)
+    return returns
 
 
 def are_equal(returns: Sequence[float]) -> bool:

@@ -7,7 +7,7 @@ budget of turns and interpolate each goal's success between the evaluations befo
 Three things could have been different, so a difference of two arms has three 95 % intervals:
 
     goals     other goals of the same kinds. d_i is the difference for goal i, averaged over seeds:
-              the paired bootstrap of reporting/scoring.py
+              the paired bootstrap of reporting/compare.py
     kinds     other kinds of goals. Goals come in kinds that are alike (a level of mazes, a family
               of items), and all goals of a kind can gain or lose together. With C kinds, D_c = the
               sum of d_i - d over the goals of kind c, and m goals in all:
@@ -38,7 +38,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.common import Result
-from reporting.scoring import brackets, estimate_share, paired_bootstrap, percent
+from reporting.compare import brackets, paired_bootstrap, percent
+from reporting.scoring import estimate_share
 
 Shares = dict[str, float]  # task_id -> share of its samples solved
 Reading = Callable[[Result], Shares]  # the shares of a run at its start, its end, or a budget

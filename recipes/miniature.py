@@ -166,6 +166,9 @@ ARMS: dict[str, Arm] = {
     for name in ESTIMATORS
     for rate in RATES
 }
+ARMS |= {  # each at the best of three rates, as the pilots showed (tables.estimators)
+    name: Arm((*SHORT, *rate_options(name, 1e-4)), steps=SHORT_STEPS) for name in ESTIMATORS
+}
 ARMS |= {
     at_rate(name, rate): replace(
         ARMS[name],
@@ -394,28 +397,15 @@ Results = dict[tuple[str, int], Result]
 
 
 def read_results(*folders: Path) -> Results:
-    """(arm, seed) -> its result. `short` also serves as GRPO's arm if its rate is GRPO's best."""
+    """(arm, seed) -> its result. `short` is also GRPO's arm: it has the same options."""
     results: Results = {}
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         name, _, seed = path.stem.rpartition("-")
         results[name, int(seed)] = read_json(path)
     for arm in {arm for arm, _ in results}:
         require_alike([results[key] for key in results if key[0] == arm])
-    if chosen_rate("grpo", results) == read_json(BASE)["learning_rate"]:
-        results |= {("grpo", s): results["short", s] for s in SEEDS if ("short", s) in results}
+    results |= {("grpo", s): results["short", s] for s in SEEDS if ("short", s) in results}
     return results
-
-
-def chosen_rate(algorithm: str, results: Results) -> float | None:
-    """The learning rate whose pilot solved the most training goals in its last third; None until
-    all pilots are done."""
-    scores = {}
-    for rate in RATES:
-        result = results.get((pilot(algorithm, rate), PILOT_SEED))
-        if result is None:
-            return None
-        scores[rate] = pilot_score(result)
-    return max(scores, key=lambda rate: scores[rate])
 
 
 def best_rate(name: str, results: Results) -> float | None:
@@ -453,11 +443,8 @@ def arm_of(name: str, results: Results) -> Arm | None:
     until they have run, or if they find no such rate."""
     if name in ARMS:
         return ARMS[name]
-    if name in CHOICES:
-        best = best_rate(name, results)
-        return None if best is None else CHOICES[name].make(best)
-    rate = chosen_rate(name, results)
-    return None if rate is None else Arm((*SHORT, *rate_options(name, rate)), steps=SHORT_STEPS)
+    best = best_rate(name, results)
+    return None if best is None else CHOICES[name].make(best)
 
 
 def seeds_of(figure: str, name: str) -> tuple[int, ...]:

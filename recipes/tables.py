@@ -67,8 +67,9 @@ from recipes.miniature import (  # noqa: E402
     pilot,
     pilot_score,
 )
+from reporting.compare import brackets, percent  # noqa: E402
 from reporting.plots import GREY, PALETTE, band, figure  # noqa: E402
-from reporting.scoring import brackets, estimate_share, pass_at_k, percent  # noqa: E402
+from reporting.scoring import estimate_share, pass_at_k  # noqa: E402
 from run.files import write_text  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks" / "results"

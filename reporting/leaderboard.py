@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reporting.scoring import OPTIONAL_SETTINGS, percent
+from reporting.compare import OPTIONAL_SETTINGS, percent
 
 MODELS = ("base 3B", "base 7B", "AG-3B", "AG-7B", "SI-7B")
 PAPER_TEMPERATURE = 1.0

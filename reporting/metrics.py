@@ -35,7 +35,7 @@ from reporting.plots import plot
 from reporting.trackers import Trackers
 from run import progress
 from run.files import flush, make_folder
-from trajectory import LOST, STOP_REASONS, RolloutHandler, are_equal
+from trajectory import LOST, STOP_REASONS, RolloutHandler, are_equal, returns_by_group
 
 # Deterministic given the seed: metrics.jsonl.
 METRICS: dict[str, str] = {
@@ -178,10 +178,9 @@ def summarize_trajectories(
     actions = [t.input_ids[slice(*turn.action_span)] for t in valid for turn in t.turns]
     num_repeated = sum(map(num_repeated_tokens, actions))
     num_sampled = sum(map(len, actions))
-    returns_of_group: dict[int, list[float]] = defaultdict(list)
+    returns_of_group = returns_by_group(valid)
     outcomes_of_group: dict[int, set[bool]] = defaultdict(set)
     for t in valid:
-        returns_of_group[t.group_id].append(t.total_return)
         outcomes_of_group[t.group_id].add(t.success)
     stops = Counter(t.stop_reason for t in trajectories)
     metrics = outcomes(valid)

@@ -457,7 +457,8 @@ def test_the_kl_clamp_removes_the_gradient_of_tokens_far_from_the_reference(clam
     assert metrics["policy/kl_clamp_frac"] == pytest.approx(1 / 3 if clamp else 0)
 
 
-# Ours for each case of measure_trl.py. TRL has no dual clip and corrects for no sampler here.
+# Ours for each case of tests/measure_trl.py of commit 444bc13, which wrote the numbers. TRL has no
+# dual clip and corrects for no sampler here.
 TRL_OPTIONS = {
     "grpo": {"loss_agg": "seq-mean", "kl_loss_coef": 0.1, "kl_estimator": "k3"},
     "tokens": {"kl_loss_coef": 0.1, "kl_estimator": "k3"},

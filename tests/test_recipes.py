@@ -113,15 +113,6 @@ def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatc
     assert (options.steps, options.seed) == (arm.steps, 1)
 
 
-def test_an_estimator_waits_for_its_pilots_and_uses_the_best_rate(tmp_path):
-    for rate, success in zip(miniature.RATES, (0.3, 0.7, 0.5), strict=True):
-        assert miniature.arm_of("ppo", miniature.read_results(tmp_path)) is None
-        name = f"{miniature.pilot('ppo', rate)}-{miniature.PILOT_SEED}.json"
-        common.write_json(tmp_path / name, {"curve": [{"train/success_rate": success}] * 3})
-    arm = miniature.arm_of("ppo", miniature.read_results(tmp_path))
-    assert arm.options == (*miniature.SHORT, *miniature.rate_options("ppo", miniature.RATES[1]))
-
-
 def solving(start, end):
     """An evaluation before and one after training, each of ten episodes on one development maze."""
     shares = [{"development": {"babyai_1": [9] * n + [0] * (10 - n)}} for n in (start, end)]

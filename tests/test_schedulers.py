@@ -84,12 +84,6 @@ def test_fixed_rounds_never_change_and_steps_are_still_counted():
     assert scheduler.state_dict() == {"global_steps": 5}
 
 
-def test_make_scheduler_makes_both_kinds_from_command_line_options():
-    assert isinstance(make_scheduler("fixed", [20], 100), FixedRoundsScheduler)
-    scaling = make_scheduler("scaling_inter_stepwise", [6, 13, 20], 10)
-    assert [scaling.rounds_at(step) for step in (10, 11, 20, 21)] == [6, 13, 13, 20]
-
-
 SCALING = "scaling_inter_stepwise"
 
 

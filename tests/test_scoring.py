@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reporting.scoring import (
-    compare,
-    estimate_share,
-    format_table,
-    paired_bootstrap,
-    pass_at_k,
-    summarize,
-)
+from reporting.compare import compare, format_table, paired_bootstrap
+from reporting.scoring import estimate_share, pass_at_k, summarize
 
 
 @dataclass

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
-from test_sentinels import HEALTHY, unstable_run
+from test_sentinels import HEALTHY
 from toy_env import Letters, flags, options, read_metrics, serve, train_main, write_ids
 
 from config import Config
 from engines import TransformersEngine
-from losses import KLController
 from reporting import metrics
 from reporting.logs import read_log
 from reporting.sentinels import RULES
@@ -122,29 +121,6 @@ def test_a_run_that_must_not_stop_continues_and_its_sentinels_have_the_same_stat
     assert len(capsys.readouterr().out.splitlines()) == num_lines
     assert any(stopping.watch(step, BROKEN) for step in range(1, STOP_AFTER + 1))
     assert continuing.state_dict() == stopping.state_dict()
-
-
-def test_a_resumed_session_has_the_state_of_an_uninterrupted_one(open_session, capsys):
-    def controller():
-        return KLController(0.1, 0.02, horizon=100)
-
-    uninterrupted = open_session(controller(), on_collapse="stop")
-    uninterrupted.worker.stateful["kl_controller"].update(1.0, 64)
-    uninterrupted.note_evaluation(0, 0.25)
-    rows = list(unstable_run(seed=4, num_steps=70))
-    for step, row in rows[:40]:
-        uninterrupted.watch(step, row)
-    state = uninterrupted.state_dict()
-    resumed = open_session(controller(), on_collapse="stop")
-    resumed.load_state_dict(json.loads(json.dumps(state | {"step": 40}, allow_nan=False)))
-    assert resumed.state_dict() == state
-    assert resumed.worker.stateful["kl_controller"].value > 0.1
-    capsys.readouterr()
-    results = []
-    for run_session in (uninterrupted, resumed):
-        reasons = [run_session.watch(step, row) for step, row in rows[40:]]
-        results.append((reasons, capsys.readouterr().out))
-    assert results[0] == results[1] and results[0][1]
 
 
 # --- A run of three steps, and copies of it ------------------------------------------------------
