@@ -272,8 +272,8 @@ class Session(Generic[WorkerType]):
         return rows
 
     def note_late_evaluation(self) -> None:
-        """Note an evaluation that was repeated after the checkpoint of its step was saved; only the
-        log has it."""
+        """Take over the score of an evaluation that was repeated after the checkpoint of its step
+        was saved; only the log has it. If the evaluation is still due, it is repeated again."""
         step = self.completed_step
 
         def logged() -> float | None:
@@ -281,12 +281,15 @@ class Session(Generic[WorkerType]):
             return next((row.get("eval/avg") for row in rows if row["step"] == step), None)
 
         score = distributed.run_on_rank_0("resuming", logged)
-        if score is not None and self.evaluated_step != step:
-            self.note_evaluation(step, score)
+        if score is not None:
+            self.note_score(step, score)
 
     def note_evaluation(self, step: int, score: float) -> None:
-        """Record the score after `step`; an equal score does not replace the best."""
         self.evaluated_step = step
+        self.note_score(step, score)
+
+    def note_score(self, step: int, score: float) -> None:
+        """Record the score after `step`; an equal score does not replace the best."""
         if self.best is None or score > self.best:
             self.best, self.best_step = score, step
 
