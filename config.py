@@ -889,14 +889,19 @@ def read_command_line(
     """
     words = sys.argv[1:] if argv is None else list(argv)
     user_values = {name: " ".join(values) for name, values in flag_values(words).items()}
+    movable: tuple[str, ...] = ()
     if "--resume" in words:  # the defaults are the options that the run was started with
         default = saved_config(user_values.get("run_dir"), kind)
+        movable = ("env_addr", "engine_url", "engine_devices", "log_to")  # without a value: none
+        if {"engine_url", "engine_devices"} & user_values.keys():  # the one replaces the other
+            default = replace(default, engine_url=(), engine_devices=())
     else:
         with value_errors_as_misuse():
             default = _defaults_for(user_values, kind)
     config = parse_command_line(kind, words, kind.program, default, summary)
     for name, value in user_values.items():
-        if not value and getattr(config, name, None) == ():  # an empty shell variable, perhaps
+        is_empty = not value and name not in movable and getattr(config, name, None) == ()
+        if is_empty:  # an empty shell variable, perhaps
             raise Misuse(f"{flag(name)} needs at least one value; leave it out to get its default")
     unused = {name: reason for name, reason in _unused_options(config) if name in user_values}
     return config, [f"{flag(name)} has no effect here: {why}" for name, why in unused.items()]

@@ -377,6 +377,17 @@ def test_a_resumed_run_keeps_its_options_except_its_length(tmp_path):
         parse_and_check(f"{again} --steps 9")
 
 
+def test_a_resumed_run_can_leave_the_servers_that_it_used(tmp_path):
+    run = tmp_path / "run"
+    servers = "--engine-url http://a:1 --env-addr http://b:1"
+    save(run, parse_and_check(f"--model tiny {servers}"))
+    again = f"--resume --run-dir {run}"
+    here = parse_and_check(f"{again} --engine-url --env-addr --log-to")
+    assert (here.engine_url, here.env_addr, here.log_to) == ((), (), ())
+    moved = parse_and_check(f"{again} --engine-devices 0")
+    assert (moved.engine_url, moved.engine_devices) == ((), ("0",))
+
+
 def test_a_teacher_on_a_server_may_have_moved_when_a_run_is_resumed(tmp_path):
     run = tmp_path / "run"
     first = parse_and_check("--model tiny --algorithm distill --teacher http://a:8000")
