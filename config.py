@@ -318,8 +318,8 @@ class RunConfig(UpdateOptions):
 
 # The environment's own player as --teacher, with thoughts and without
 ORACLES = ("oracle", "oracle-actions")
-# Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
 LOW_IN_IMITATION = frozenset({"policy/entropy"})  # close to 0 is success there, not collapse
+# Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
 GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo", "gigpo"), ("ppo",)
 USED_BY = {
     "gamma": ("ppo", "reinforce_plus_plus", "gigpo"),
@@ -441,7 +441,7 @@ class Config(RunConfig, Objective):
             if self.temperature != 1:
                 raise Misuse("a --teacher on a server scores at --temperature 1")
         if self.teacher and self.kl_coef:
-            raise Misuse("--kl-coef changes rewards, but a --teacher replaces them; --kl-loss-coef")
+            raise Misuse("--kl-coef changes rewards, but a --teacher replaces them: leave it out")
         if not self.keep_uncertain:
             raise Misuse("--keep-uncertain must be above 0")
         if self.keep_uncertain < 1 and self.group_size < 2:

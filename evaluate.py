@@ -61,7 +61,7 @@ from engines import EngineError
 from envclient import EnvError, EnvPool, local_server
 from envs import ENVS, Task, env_name, load_tasks, settings_of, variant_of
 from envs.http import checked_url, key_in
-from reporting.compare import compare, format_table
+from reporting.compare import OPTIONAL_SETTINGS, compare, format_table
 from reporting.leaderboard import Benchmark, format_markdown, to_json
 from reporting.plots import plot_evaluation
 from reporting.scoring import summarize
@@ -309,9 +309,6 @@ def only_temperature(config: EvalConfig) -> float:
     return temperature
 
 
-OPTIONAL = ("api_base", "prompt", "action_format", "max_actions_per_turn", "agent", "attempts")
-
-
 def conditions(config: EvalConfig, env: str) -> dict[str, Any]:
     """The settings that a result depends on, as fields of eval.json."""
     names = ["seed", "samples", "limit"]
@@ -539,7 +536,7 @@ def complete_results(config: EvalConfig) -> dict[str, dict[str, Any]]:
         if path.exists():
             summary = json.loads(path.read_text(encoding="utf-8"))
             now = conditions(config, env)
-            for name in [*now, *(name for name in OPTIONAL if name not in now)]:
+            for name in dict.fromkeys([*now, "api_base", *OPTIONAL_SETTINGS]):
                 if summary.get(name) != (value := now.get(name)):
                     raise Misuse(
                         f"--resume: {path} was measured with {name} {summary.get(name)}, "

@@ -369,6 +369,28 @@ def comparison(
     return [*lines, *markdown(titles, gains), "", note]
 
 
+def at_both_temperatures(
+    runs: Runs,
+    pairs: Sequence[tuple[str, str]],
+    unit: str = "",
+    tiers_in_all_turns: bool = False,
+    title: str = "Temperature",
+) -> list[str]:
+    lines = []
+    for temperature in ("", COOL):
+        tables = comparison(runs, pairs, unit, tiers_in_all_turns, temperature)
+        lines += [f"{title} {temperature or 1}:", "", *tables, ""]
+    return lines[:-1]
+
+
+def rate_of(results: Sequence[Result]) -> str:
+    return f"{results[0]['config']['learning_rate']:g}"
+
+
+def cpu_minutes(results: Sequence[Result]) -> str:
+    return f"{fmean(result['curve'][-1]['cpu_seconds'] for result in results) / 60:.0f}"
+
+
 def from_start(arms: Sequence[str]) -> list[tuple[str, str]]:
     return [(arm, "its start") for arm in arms]
 
@@ -452,9 +474,8 @@ def rates() -> list[str]:
     in_all_turns = reading_of(chosen, "turns")(ALL_TURNS)
     lines += [*primary("rates", chosen, ("stepwise", "short"), in_all_turns), ""]
     pairs = [("stepwise", "short"), ("stepwise", "long"), ("long", "short")]
-    for temperature in ("", COOL):
-        lines += [f"Each horizon at its best rate, temperature {temperature or 1}:", ""]
-        lines += [*comparison(chosen, pairs, "turns", True, temperature), ""]
+    title = "Each horizon at its best rate, temperature"
+    lines += [*at_both_temperatures(chosen, pairs, "turns", True, title=title), ""]
     equal = {arm: runs[arm] for arm in (at_rate("short", 1e-4), *OFTEN)}
     pairs = [(arm, at_rate("short", 1e-4)) for arm in OFTEN]
     lines += ["Equal turns and equal updates (180), learning rate 1e-4:", ""]
@@ -480,10 +501,7 @@ def imitation() -> list[str]:
     reading = only(reading_of(arms, "", COOL)(FEW_TURNS), in_tier("near"))
     lines = [*primary("imitation", arms, ("practise", "imitate"), reading), ""]
     pairs = [*from_start(list(arms)), ("practise", "imitate"), ("practise", "filter")]
-    for temperature in ("", COOL):
-        lines += [f"Temperature {temperature or 1}:", ""]
-        lines += [*comparison(arms, pairs, temperature=temperature), ""]
-    return lines[:-1]
+    return [*lines, *at_both_temperatures(arms, pairs)]
 
 
 def growth(name: str, arms: Sequence[str]) -> list[str]:
@@ -502,9 +520,7 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
     gap = compare(runs[long], runs[short], far, far, level_of, spread_in(runs, far, (long, short)))
     lines += [f"Do far mazes need the long horizon? {long} − {short} there: {gap}.", ""]
     pairs = [(long, short), (grow, short), (grow, long), (grow, other)]
-    for temperature in ("", COOL):
-        lines += [f"Temperature {temperature or 1}:", ""]
-        lines += [*comparison(runs, pairs, "turns", True, temperature), ""]
+    lines += [*at_both_temperatures(runs, pairs, "turns", True), ""]
     titles = "arm | learning rate | groups with mixed outcomes, % | episodes cut by the horizon, %"
     titles += " | turns cut at their limit, % | entropy at the end | KL at the end"
     titles += " | runs that collapsed, after how many turns | CPU minutes"
@@ -517,40 +533,35 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
         ]
         late = [late_mean(results, x, 3) for x in ("policy/entropy", "policy/kl")]
         falls = [f"{turns:,.0f}" for turns in map(collapse, results) if turns]
-        minutes = fmean(result["curve"][-1]["cpu_seconds"] for result in results) / 60
-        rate = f"{results[0]['config']['learning_rate']:g}"
         cells = [*(f"{100 * x:.0f}" for x in (mixed, *cuts)), *late]
-        cells += [f"{len(falls)} of {len(results)}: {', '.join(falls) or '-'}", f"{minutes:.0f}"]
-        rows.append((arm, rate, *cells))
+        cells += [
+            f"{len(falls)} of {len(results)}: {', '.join(falls) or '-'}",
+            cpu_minutes(results),
+        ]
+        rows.append((arm, rate_of(results), *cells))
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
 
 
 def against(name: str, arms: Sequence[str], control: str) -> list[str]:
     """Each of the arms against a control, GRPO: "long" is the best rate of that horizon."""
     runs = runs_of(name)
-    if control == "long":
-        runs = dict(runs)
-        rates_of_long = [at_rate("long", rate) for rate in RATES]
-        long = {arm: runs.pop(arm) for arm in rates_of_long if arm in runs}
-        runs |= {"long": long[best_rates(long)["long"]]} if len(long) == len(RATES) else {}
+    if control == "long" and all(at_rate("long", rate) in runs for rate in RATES):
+        runs = {**runs, "long": runs[best_rates(runs)["long"]]}
     runs = {arm: runs[arm] for arm in (control, *arms) if arm in runs}
     if len(runs) <= len(arms) or len({len(results) for results in runs.values()}) > 1:
         return []
     reading = reading_of(runs, "turns")(ALL_TURNS)
     lines = [*primary(name, runs, (arms[0], control), reading), ""]
     pairs = [(arm, control) for arm in arms]
-    for temperature in ("", COOL):
-        lines += [f"Temperature {temperature or 1}:", ""]
-        lines += [*comparison(runs, pairs, "turns", True, temperature), ""]
+    lines += [*at_both_temperatures(runs, pairs, "turns", True), ""]
     titles = "arm | learning rate | entropy at the end | turns that began in another's state, %"
     rows = []
     for arm, results in runs.items():
         shares = [r.get("data/anchored_share") for x in results for r in x["curve"]]
         shares = [share for share in shares if share is not None]
         anchored = f"{100 * fmean(shares):.0f}" if shares else "-"
-        rate = f"{results[0]['config']['learning_rate']:g}"
-        minutes = f"{fmean(r['curve'][-1]['cpu_seconds'] for r in results) / 60:.0f}"
-        rows.append((arm, rate, late_mean(results, "policy/entropy", 3), anchored, minutes))
+        entropy = late_mean(results, "policy/entropy", 3)
+        rows.append((arm, rate_of(results), entropy, anchored, cpu_minutes(results)))
     return [*lines, *markdown(f"{titles} | CPU minutes", rows)]
 
 

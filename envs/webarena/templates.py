@@ -45,7 +45,8 @@ from envs.webarena.sites import PUBLIC, open_master
 
 FILE = Path(__file__).with_name("templates.toml")
 INSTANCES = 15  # tasks of a template that has no `limit`
-# Otherwise an agent could list all answers that it can think of, and RL would find that out.
+# An answer may be so much longer than the reference. Without a limit, a list of everything that
+# could be the answer would be right, and RL would find that out.
 MORE_WORDS = 3
 LINE = re.compile(r"(?:([a-z_]*:?/\S*) )?(click|press|type|fill|choose|goto) (.*)")
 ROLES = {"click": "link", "press": "button", "choose": "combobox", "goto": ""}
