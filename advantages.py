@@ -43,6 +43,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+EPSILON = 1e-6  # ε of grpo and gigpo
+
 
 def token_rewards_of(
     turns_rewards: list[float], action_spans: list[tuple[int, int]], loss_mask: list[int]
@@ -185,7 +187,6 @@ def grpo(
     token_rewards: Tensor,
     loss_mask: Tensor,
     group_ids: Tensor,
-    epsilon: float = 1e-6,
     scale_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantage (arXiv 2402.03300, section 4.1.2), for training without a critic.
@@ -201,7 +202,6 @@ def grpo(
     Args:
         token_rewards, loss_mask: (B, T), as for `gae`.
         group_ids: (B,) int64, the task of each row; groups can differ in size.
-        epsilon: ε.
         scale_by_std: False skips the division by std (Dr. GRPO, arXiv 2503.20783). The division
             gives more weight to tasks that are nearly always solved or nearly always failed.
     Returns:
@@ -218,7 +218,7 @@ def grpo(
     deviation[_group_is_constant(same_group, trajectory_return)] = 0.0
     if scale_by_std:
         variance = same_group @ deviation.square() / (size - 1).clamp(min=1)  # (B,)
-        deviation = deviation / (variance.sqrt() + epsilon)
+        deviation = deviation / (variance.sqrt() + EPSILON)
     return _on_policy_tokens(deviation, mask), _on_policy_tokens(trajectory_return, mask)
 
 
@@ -250,7 +250,6 @@ def gigpo(
     anchor_ids: Tensor,
     gamma: float = 1.0,
     weight: float = 1.0,
-    epsilon: float = 1e-6,
     scale_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """GRPO's advantage plus one for each turn (GiGPO, arXiv 2505.10978, eq. 6 to 9). The samples of
@@ -263,13 +262,13 @@ def gigpo(
     A turn that is alone in its state, or whose state led to equal returns, gets only Â_grpo.
 
     Args:
-        token_rewards, loss_mask, group_ids, epsilon, scale_by_std: as for `grpo`.
+        token_rewards, loss_mask, group_ids, scale_by_std: as for `grpo`.
         anchor_ids: (B, T) int64; tokens of turns that began in the same state have the same number.
         gamma: γ, per turn.
         weight: w.
     Returns, Raises: as for `grpo`.
     """
-    advantages, returns = grpo(token_rewards, loss_mask, group_ids, epsilon, scale_by_std)
+    advantages, returns = grpo(token_rewards, loss_mask, group_ids, scale_by_std)
     mask = _check(token_rewards, loss_mask, anchor_ids=anchor_ids)
     first, start = _turns(mask)
     rewards = torch.zeros_like(token_rewards).scatter_add(1, start, token_rewards)
@@ -284,7 +283,7 @@ def gigpo(
     deviation = x - mean_by_state(x, count)  # (S,)
     deviation[deviation.abs() <= 1e-7 + 1e-6 * x.abs()] = 0.0  # float32 rounding
     if scale_by_std:
-        deviation /= mean_by_state(deviation.square(), count - 1).sqrt() + epsilon
+        deviation /= mean_by_state(deviation.square(), count - 1).sqrt() + EPSILON
     from_turn[first] = deviation
     return advantages + weight * _over_turns(from_turn, start, mask).float(), returns
 

@@ -17,3 +17,12 @@ def empty_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def bm25s():
     return pytest.importorskip("bm25s", reason="make setup ENV=searchqa")
+
+
+@pytest.fixture(scope="module")
+def url():
+    """The address of a server of OracleLetters."""
+    from toy_env import OracleLetters, serve
+
+    with serve(OracleLetters) as url:
+        yield url

@@ -97,7 +97,7 @@ def test_grpo_and_rloo_by_hand_on_groups_of_three_and_two():
     loss_mask = torch.ones(5, 1)
     token_rewards = torch.tensor([[0.0], [1.0], [0.0], [5.0], [3.0]])
     group_ids = torch.tensor([4, 9, 4, 9, 4])
-    actual, returns = grpo(token_rewards, loss_mask, group_ids, epsilon=0.0)
+    actual, returns = grpo(token_rewards, loss_mask, group_ids)
     scores = [-1 / 3**0.5, -(0.5**0.5), -1 / 3**0.5, 0.5**0.5, 2 / 3**0.5]
     assert_close(actual[:, 0], torch.tensor(scores))
     assert returns.tolist() == token_rewards.tolist()
@@ -105,11 +105,6 @@ def test_grpo_and_rloo_by_hand_on_groups_of_three_and_two():
     assert actual[:, 0].tolist() == [-1, -2, -1, 2, 2]
     actual, _ = rloo(token_rewards, loss_mask, group_ids)  # 0 − 3/2, 1 − 5, 0 − 3/2, 5 − 1, 3 − 0
     assert actual[:, 0].tolist() == [-1.5, -4, -1.5, 4, 3]
-
-
-def test_grpo_epsilon_is_added_to_the_standard_deviation():
-    actual, _ = grpo(REWARDS, LOSS_MASK, SAME_TASK, epsilon=0.5)
-    assert_close(actual[0, 0], torch.tensor(0.5 / (0.5**0.5 + 0.5)))
 
 
 # ------------------------------------------------------------------- slow loops from the papers
@@ -288,38 +283,6 @@ def test_the_table_gives_each_estimator_what_it_needs():
 # ------------------------------------------------------------------------------------ properties
 
 
-@settings(deadline=None, max_examples=60)
-@given(batches(), st.integers(0, 3), st.integers(0, 3), st.data())
-def test_padding_and_longer_observations_change_nothing(batch, left, right, data):
-    """Trap 15: the length of the environment's output must not change any token's credit."""
-    token_rewards, values, loss_mask, group_ids = batch
-    at = data.draw(st.integers(0, loss_mask.shape[1]), label="insert an observation at")
-
-    def stretch(x, fill):
-        filler = [torch.full((len(x), n), fill, dtype=x.dtype) for n in (left, 2, right)]
-        return torch.cat([filler[0], x[:, :at], filler[1], x[:, at:], filler[2]], dim=1)
-
-    mask = stretch(loss_mask, 0)
-    plain = estimates(*batch, gamma=0.9)
-    wide = estimates(
-        stretch(token_rewards, 0.0), stretch(values, math.nan), mask, group_ids, gamma=0.9
-    )
-    for name in plain:
-        for actual, expected in zip(wide[name], plain[name], strict=True):
-            assert_close(actual[mask == 1], expected[loss_mask == 1])
-
-
-@pytest.mark.parametrize("reward", [0.0, 0.1, -7.3])
-def test_a_group_with_equal_returns_gets_exactly_zero(reward):
-    token_rewards, loss_mask = torch.full((3, 1), reward), torch.ones(3, 1)
-    group_ids = torch.zeros(3).long()
-    for scale_by_std in (True, False):
-        assert (grpo(token_rewards, loss_mask, group_ids, 1e-6, scale_by_std)[0] == 0).all()
-    assert (rloo(token_rewards, loss_mask, group_ids)[0] == 0).all()
-    assert (reinforce_plus_plus(token_rewards, loss_mask)[0] == 0).all()
-    assert (gae(token_rewards, torch.zeros(3, 1), loss_mask)[0] == 0).all()
-
-
 def test_float32_rounding_of_equal_returns_is_not_a_signal():
     """0.1 + 0.2 equals 0.3, but their last bits differ; divided by ε = 1e-6 that would count."""
     token_rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
@@ -340,15 +303,6 @@ def test_inputs_are_not_changed_and_no_gradient_flows():
     assert all(torch.equal(x, y) for x, y in zip(before, batch, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
-def test_masks_of_any_dtype_and_half_precision_values_are_accepted(dtype):
-    plain = estimates(REWARDS, NO_VALUES, LOSS_MASK, SAME_TASK)
-    for name, pair in estimates(
-        REWARDS.bfloat16(), NO_VALUES.bfloat16(), LOSS_MASK.to(dtype), SAME_TASK.int()
-    ).items():
-        assert all(torch.equal(x, y) for x, y in zip(pair, plain[name], strict=True))
-
-
 # -------------------------------------------------------------------------------------- whiten
 
 
@@ -365,25 +319,10 @@ def test_whitening_does_not_turn_noise_into_a_signal():
 
 
 def test_each_environment_is_whitened_separately():
-    """Compared with a slow loop. One token, or only equal ones, gives zeros."""
-    torch.manual_seed(0)
-    x, mask = torch.randn(7, 5, dtype=torch.float64), torch.rand(7, 5) < 0.6
-    envs = ["a", "b", "a", "c", "b", "d", "d"]
-    x[1] *= 100
-    x[3], mask[3] = torch.nan, False
-    x[5:] = 3.0
-    whitened = whiten_per_env(x.float(), mask, envs)
-    for env in "abcd":
-        rows = [row for row, name in enumerate(envs) if name == env]
-        values = [float(x[row, t]) for row in rows for t in range(5) if mask[row, t]]
-        actual = [float(whitened[row, t]) for row in rows for t in range(5) if mask[row, t]]
-        if len(set(values)) < 2:
-            assert not any(actual)
-            continue
-        mean = sum(values) / len(values)
-        std = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
-        assert actual == pytest.approx([(v - mean) / std for v in values], abs=1e-5)
-    assert not whitened[~mask].any()
+    x = torch.tensor([[1.0, 3.0], [10.0, 50.0], [5.0, math.nan]])
+    whitened = whiten_per_env(x, torch.tensor([[1, 1], [1, 1], [1, 0]]), "aba")
+    half = 0.5**0.5
+    assert_close(whitened, torch.tensor([[-1.0, 0.0], [-half, half], [1.0, 0.0]]))
 
 
 # ---------------------------------------------------------------------------- token_rewards_of

@@ -8,19 +8,13 @@ from dataclasses import replace
 
 import pytest
 from methods_toy import conversation, run, settings, write_lines
-from toy_env import OracleLetters, read_metrics, serve
+from toy_env import read_metrics
 
 import agentevol
 from agentevol import EvolConfig, select, texts_of
 from config import Misuse
 from conversations import to_record
 from run.methodworker import MethodWorker
-
-
-@pytest.fixture(scope="module")
-def url():
-    with serve(OracleLetters) as url:
-        yield url
 
 
 def explored(task, total, text):

@@ -31,7 +31,7 @@ def short_texts(monkeypatch):
 
 
 def played(agent, texts, play, max_rounds=2, **settings):
-    """The trajectory of a policy that says `texts` in turn, and the pool that it played in."""
+    """The trajectory of a policy that says `texts` in turn."""
     pool = FakePool(play)
     requests = requests_of(1, max_rounds=max_rounds)
     engine, limits = ScriptedEngine(saying(*texts)), settings_of(agent=agent, **settings)

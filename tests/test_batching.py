@@ -17,7 +17,6 @@ from batching import (
     make_batch,
     opening_length,
     padding_share,
-    row_weights,
 )
 from envclient import StepResult
 from trajectory import RolloutHandler, Turn
@@ -184,18 +183,6 @@ def test_each_process_gets_a_micro_batch_if_possible():
     assert cut_micro_batches(batch, [3, 1, 0], 100, num_ranks=3) == [[3], [1], [0]]
     assert cut_micro_batches(batch, range(4), 8, num_ranks=2) == [[0, 1], [2, 3]]
     assert cut_micro_batches(batch, range(4), 4, num_ranks=8) == [[0], [1], [2], [3]]
-
-
-def test_the_weight_of_a_trajectory_depends_only_on_its_mini_batch():
-    """4 tokens in 2 rows: 4 / (2 · 3) and 4 / (2 · 1), for any cut into micro-batches."""
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    assert row_weights(mask, mask).tolist() == pytest.approx([2 / 3, 2])
-    assert row_weights(mask[1:], mask).tolist() == [2]
-    # Dr. GRPO: a sum over a row's tokens divided by 10, and then a mean over the 2 rows.
-    weights = row_weights(mask, mask, constant=10)
-    assert ((weights[:, None] * mask).sum(1) / 4).tolist() == pytest.approx(
-        [3 / 10 / 2, 1 / 10 / 2]
-    )
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,15 @@ from sampling.chatapi import ApiError, ApiRefused, ChatApi, Stopped, collect_api
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """`reply(path, body) -> (status, headers, object or text)`; None closes the connection."""
+    """`reply(path, body) -> (status, headers, object or text)`; None closes the connection.
+    `answer(body)` is a reply that does not depend on the path."""
 
-    def __init__(self):
+    request_queue_size = 128  # with 5, connections of a busy machine wait a second
+
+    def __init__(self, answer=None, port=0):
         outer, self.requests = self, []
+        if answer:
+            self.reply = lambda path, body: answer(body)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
@@ -33,20 +38,21 @@ class ScriptedServer(ThreadingHTTPServer):
                 outer.requests.append((self.path, self.headers, body))
                 if answer := outer.reply(self.path, body):
                     status, headers, content = answer
-                    data = content if isinstance(content, str) else json.dumps(content)
+                    text = content if isinstance(content, str) else json.dumps(content)
+                    data = text.encode()
                     self.send_response(status)
                     for name, value in headers.items():
                         self.send_header(name, value)
                     self.send_header("Content-Length", str(len(data)))
                     self.end_headers()
-                    self.wfile.write(data.encode())
+                    self.wfile.write(data)
 
             do_POST = do_GET
 
             def log_message(self, *_):
                 pass
 
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -56,14 +62,6 @@ class ScriptedServer(ThreadingHTTPServer):
     def __exit__(self, *exception):
         self.shutdown()
         self.server_close()
-
-
-class ChatServer(ScriptedServer):
-    """An OpenAI-like server; `answer(body)` is the script."""
-
-    def __init__(self, answer):
-        super().__init__()
-        self.reply = lambda path, body: answer(body)
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def serve():
                     return answers.pop(0) if len(answers) > 1 else answers[0]
 
             answer = script[0] if callable(script[0]) else next_answer
-            return stack.enter_context(ChatServer(answer))
+            return stack.enter_context(ScriptedServer(answer))
 
         yield start
 

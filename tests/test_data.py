@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fakes import FakePool, ScriptedEngine
+from fakes import ScriptedEngine
 from toy_env import NAME, Letters, registered, serve
 
 import data
@@ -18,10 +18,9 @@ from data import (
     play_demonstrations,
     to_agenttraj,
 )
-from envclient import StepResult
+from envclient import LOCAL, EnvPool
 from envs import OracleLost, load_tasks
 from envs.common import action_line
-from envs.textcraft.env import TextCraft
 from models import load_tokenizer
 from rollout import RolloutRequest, RolloutSettings, collect
 from scale.default_models import resolve_model
@@ -35,15 +34,9 @@ def chat():
     return ChatTemplate(load_tokenizer(resolve_model("tiny")))
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(request, monkeypatch, tmp_path):
-    if "chat" not in request.fixturenames:
-        monkeypatch.setenv("AGENT_RL_CACHE", str(tmp_path / "cache"))
-
-
-def episode_messages(number):
+def episode_messages(number, last="Action: get 1 oak log"):
     """Messages of an episode of two turns."""
-    texts = (f"Goal {number}.", "Action: look", "You see a log.", "Action: get 1 oak log")
+    texts = (f"Goal {number}.", "Action: look", "You see a log.", last)
     roles = ("user", "assistant") * 2
     return PROMPT + [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
 
@@ -51,10 +44,10 @@ def episode_messages(number):
 # --- Tokens (traps 6 and 8) ----------------------------------------------------------------------
 
 
-def sampled_trajectory(chat, number, reward, stop="success"):
+def sampled_trajectory(chat, number, reward, stop="success", **texts):
     """A trajectory sampled letter by letter, as no tokenizer would encode it."""
     handler = RolloutHandler(f"{number}", 1, "textcraft", f"textcraft_{number}", "", 0, 0, 2)
-    _, opening, *turns = episode_messages(number)
+    _, opening, *turns = episode_messages(number, **texts)
     handler.start(chat, PROMPT, opening["content"])
     for turn in turns:
         if turn["role"] == "user":
@@ -121,24 +114,12 @@ def actions_of(record):
 def test_a_demonstration_has_the_tokens_of_the_same_episode_when_sampled(chat, records):
     record = max(records, key=lambda r: len(actions_of(r)))
     task = next(t for t in load_tasks("textcraft", "train") if t.task_id == record["item_id"])
-    env, script = TextCraft(), iter(actions_of(record))
-
-    def play(task_index, turn, text):
-        return StepResult(*env.step(env.parse(text)))
-
-    class Pool(FakePool):
-        env = "textcraft"
-
-        def client(self, avoid=()):
-            client = super().client(avoid)
-            client.prompt = TextCraft.PROMPT
-            return client
-
-    pool = Pool(play, on_reset=lambda index: env.reset(index, seed=0))
+    script = iter(actions_of(record))
     engine = ScriptedEngine(lambda name, prompt: chat.action(next(script)))
     request = RolloutRequest(task, group_id=0, sample=0, seed=0, step=1, max_rounds=50)
     settings = RolloutSettings(max_tokens_per_turn=200, max_trajectory_tokens=4000)
-    (sampled,) = collect(engine, pool, chat, [request], settings)
+    with EnvPool("textcraft", [LOCAL]) as pool:
+        (sampled,) = collect(engine, pool, chat, [request], settings)
     handler = encode(chat, record).trajectory
     assert sampled.success and len(handler.turns) > 3
     assert handler.input_ids == sampled.input_ids
@@ -195,7 +176,7 @@ def test_advice_replaces_a_random_turn_of_a_trajectory_and_is_all_that_is_learne
     assert advised(chat, [t], max_tokens=1000, seed=0) == [] and not t.used_in_loss
 
 
-def test_demonstrations_are_cached_by_tasks_count_seed_and_source(monkeypatch):
+def test_demonstrations_are_cached_by_tasks_count_seed_and_source(empty_cache, monkeypatch):
     calls = []
     records = [{"item_id": "x"}]
     monkeypatch.setattr(data, "play_demonstrations", lambda *args: calls.append(args) or records)
@@ -244,7 +225,7 @@ def test_an_environment_that_fails_once_does_not_end_the_warm_start():
     assert not FailsOnce.failures
 
 
-def test_other_tasks_replace_failures_and_an_oracle_that_always_fails_is_an_error():
+def test_other_tasks_replace_failures_and_an_oracle_that_always_fails_is_an_error(empty_cache):
     with serve(ActionLetters) as url:  # eight tasks, and the seed changes nothing: no duplicates
         assert len(play_demonstrations(NAME, load_tasks(NAME), 12, 0, [url])) == 8
     with serve(PartialOracle) as url:
@@ -275,7 +256,7 @@ def test_sub_tasks_alternate_and_a_task_is_repeated_with_the_next_seed():
 # --- Wrong moves, which are not imitated ----------------------------------------------------------
 
 
-def test_slips_are_actions_of_the_perfect_episode_and_are_not_imitated():
+def test_slips_are_actions_of_the_perfect_episode_and_are_not_imitated(empty_cache):
     tasks = load_tasks("textcraft", "short_train")
     perfect = play_demonstrations("textcraft", tasks, 24, 0)
     slipped = demonstrations("textcraft", tasks, 24, 0, style=OracleStyle(slips=0.4))

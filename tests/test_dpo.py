@@ -9,12 +9,14 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from fakes import byte_tokenizer, ids_of, word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data import sampled_trajectory
 from toy_env import fresh_process_state
 from two_ranks import make_batch, make_policy
 
@@ -38,7 +40,6 @@ from dpo import (
 )
 from scale import distributed
 from scale.prefix import opening_length
-from trajectory import RolloutHandler
 from update import Learner, score_policy
 
 KINDS = list(PREFERENCES)
@@ -173,13 +174,9 @@ def make_learner(rank=0):
 
 
 def weights_after(update_of, rank=0):
-    with fresh_process_state():
-        update.MIN_SHARED, before = 0.0, update.MIN_SHARED
-        try:
-            learner = make_learner(rank)
-            metrics = update_of(learner)
-        finally:
-            update.MIN_SHARED = before
+    with fresh_process_state(), mock.patch.object(update, "MIN_SHARED", 0.0):
+        learner = make_learner(rank)
+        metrics = update_of(learner)
         return metrics, {n: p.detach().clone() for n, p in learner.model.named_parameters()}
 
 
@@ -454,21 +451,10 @@ def test_only_as_many_pairs_are_scored_as_the_steps_use():
 # --- Tokens (traps 6 and 22) ----------------------------------------------------------------------
 
 
-def sampled_by_letter(chat, text, total, stop="success"):
-    """A trajectory of a run, sampled letter by letter, as no tokenizer would encode it."""
-    handler = RolloutHandler(f"a-{text}", 1, "fake", "a", "", 0, 0, 2)
-    handler.start(chat, [{"role": "system", "content": "rules"}], "dark")
-    ids = [token for letter in text for token in chat.plain(letter)] + [chat.end_of_turn]
-    handler.add_action(chat, ids, [-0.1] * len(ids))
-    handler.turns[-1].reward = total
-    handler.stop(stop)
-    return handler
-
-
 def test_rows_contain_the_sampled_ids_also_if_pairs_come_from_files():
     chat = ChatTemplate(byte_tokenizer())
-    first = sampled_by_letter(chat, "Action: look", 1.0)
-    second = sampled_by_letter(chat, "Action: get", 0.0, "failure")
+    first = sampled_trajectory(chat, 1, 1.0)
+    second = sampled_trajectory(chat, 1, 0.0, "failure", last="Action: wait")
     pairs, _ = pairs_and_counts([Example(record_of(t), t) for t in (second, first)])
     two_pairs = batch_of([*pairs, *pairs], 0)
     assert two_pairs.group_ids.tolist() == [0, 0, 1, 1]

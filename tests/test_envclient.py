@@ -1,6 +1,5 @@
 """envclient.py: client and pool, with a scripted server, AgentGym's format and our server."""
 
-import json
 import subprocess
 import sys
 import threading
@@ -8,11 +7,12 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from test_chatapi import ScriptedServer
 
 from envclient import (
     AllServersDown,
@@ -38,7 +38,7 @@ STEP = {"observation": "Got 1 oak log", "reward": 0, "done": False}
 DEFAULT_ANSWERS = {
     "/reset": (200, {"id": 0, "observation": "Goal: craft stick.", "done": False, "reward": 0}),
     "/step": (200, STEP),
-    "/observation": (200, "Got 1 oak log"),
+    "/observation": (200, '"Got 1 oak log"'),
     "/close": (200, True),
 }
 NOT_FOUND = (404, {"detail": "Not Found"})
@@ -47,70 +47,43 @@ NOT_FOUND = (404, {"detail": "Not Found"})
 # --- A scripted server ---------------------------------------------------------------------------
 
 
-class ScriptedHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # one packet per answer; a second one would wait 40 ms
-
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        path, _, query = self.path.partition("?")
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fields = dict(p.split("=") for p in query.split("&")) if query else {}
-        self.server.log.append((path, json.loads(body) if body else fields))
-        is_scripted = bool(self.server.script.get(path))
-        status, content = self.server.next_answer(path)
-        self.close_connection = content in ("hang", "hang up")
-        if content == "hang":
-            self.server.released.wait(10)
-        elif content != "hang up":
-            is_text = is_scripted and isinstance(content, str)
-            answer = (content if is_text else json.dumps(content)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-    do_GET = do_POST
-
-
-class ScriptedServer(ThreadingHTTPServer):
+class EnvServer(ScriptedServer):
     """Answers like AgentGym's TextCraft server, or with the next entry of `script[path]`: (status,
-    content). Content is JSON, or text that is sent unchanged; for "hang" and "hang up" it sends no
-    answer. `log` holds (path, fields).
+    content). Text is sent unchanged; for "hang" and "hang up" it sends no answer.
     """
 
-    daemon_threads = True
-    request_queue_size = 128  # with 5, connections of a busy machine wait a second
-
     def __init__(self, port=0):
-        super().__init__(("127.0.0.1", port), ScriptedHandler)
-        self.script, self.log, self.num_sessions = {}, [], 0
-        self.released = threading.Event()
-        self.port = self.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        self.script, self.num_sessions, self.released = {}, 0, threading.Event()
+        super().__init__(port=port)
 
-    def next_answer(self, path):
+    def reply(self, path, body):
+        path = path.partition("?")[0]
+        status, content = DEFAULT_ANSWERS.get(path, NOT_FOUND)
         if self.script.get(path):
-            return self.script[path].pop(0)
-        if path == "/create":
+            status, content = self.script[path].pop(0)
+        elif path == "/create":
+            status, content = 200, {"id": self.num_sessions}
             self.num_sessions += 1
-            return 200, {"id": self.num_sessions - 1}
-        return DEFAULT_ANSWERS.get(path, NOT_FOUND)
+        if content == "hang":
+            self.released.wait(10)
+        return None if content in ("hang", "hang up") else (status, {}, content)
+
+    @property
+    def log(self):
+        """(path, fields) of each request."""
+        requests = [(urlsplit(path), body) for path, _, body in self.requests]
+        return [(url.path, body or dict(parse_qsl(url.query))) for url, body in requests]
 
     def count(self, path):
         return sum(logged_path == path for logged_path, _ in self.log)
 
     def close(self):
         self.released.set()
-        self.shutdown()
-        self.server_close()
+        self.__exit__()
 
 
 def scripted_server():
-    server = ScriptedServer()
+    server = EnvServer()
     yield server
     server.close()
 
@@ -358,7 +331,7 @@ def test_new_clients_go_to_the_server_with_the_fewest_clients(server, server_2):
 
 def test_a_dead_server_is_avoided_and_used_again_after_a_restart(server, server_2):
     restarted = []
-    timer = threading.Timer(0.4, lambda: restarted.append(ScriptedServer(port=server_2.port)))
+    timer = threading.Timer(0.4, lambda: restarted.append(EnvServer(port=server_2.server_port)))
     with pool_over(server, server_2, dead_wait_s=10.0) as pool:
         assert {pool.client().base_url for _ in range(2)} == {server.url, server_2.url}
         server_2.close()

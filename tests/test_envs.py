@@ -12,7 +12,6 @@ from toy_env import Letters, registered
 import envs
 from envclient import EnvError, connect, local_server
 from envs import (
-    REQUIRED,
     NotResetError,
     ParseError,
     Task,
@@ -88,21 +87,6 @@ def test_every_folder_is_an_environment_and_the_first_three_keep_their_order(tmp
     }
 
 
-def test_every_environment_has_the_required_members_and_parses_what_it_says():
-    for env in envs.ENVS:
-        env_class = get_env(env)
-        assert [name for name in REQUIRED if not hasattr(env_class, name)] == []
-        actions = {"searchqa": "<search> red ball </search>", "webarena": "click [1]"}
-        action = actions.get(env, "go to red ball 1")
-        assert env_class.parse(env_class.say("It may help.", action)) == action
-
-
-def test_a_broken_folder_in_envs_is_a_one_line_error_too(monkeypatch):
-    monkeypatch.setitem(envs.ENVS, "broken", "envs.textcraft:Absent")
-    with pytest.raises(ValueError, match="environment broken: envs.textcraft has no class Absent"):
-        get_env("broken")
-
-
 def test_an_environment_outside_the_repository_is_listed_served_and_played(coin_file):
     env = "far.coin:Coin"
     assert env_name(env) == "coin" == settings_of(env).id_prefixes[0]
@@ -152,13 +136,7 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
         ),
         ("World = Coin", "World = Coin(", "cannot be imported (SyntaxError"),
         ("World = Coin", "raise SystemExit", "cannot be imported (SystemExit"),
-        ("World = Coin", "import absent", "cannot be imported (ModuleNotFoundError: No module"),
         ("def oracle", "parse = staticmethod(str.split)\n\n    def oracle", "[] from parse()"),
-        (
-            "def oracle",
-            "parse = staticmethod({}.__getitem__)\n\n    def oracle",
-            "in parse() (KeyError: '')",
-        ),
         ("def oracle", "def say(self, *_):\n        pass\n\n    def oracle", "None from say()"),
         ("def oracle", "def variant(self):\n        pass\n\n    def oracle", "in variant() (TypeE"),
         ("def oracle", "def __init__(self, size):\n        pass\n\n    def oracle", "'size'"),
@@ -181,10 +159,8 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
         ("state", "return {}", "return {'x': {1}}", "JSON cannot hold a set"),
         ("state", "return {}", "return []", "Coin.state_for_people() returns []; expected a dict"),
         ("oracle", '"It is always heads.", "heads"', '"ba"', "returns 'ba'; expected a thought"),
-        ("step", 'info["score"], True, False', "0.0, True", "Coin.step() returns 4 values"),
         ("step", 'return "It is heads."', "return 42", "42 (int) as observation"),
         ("step", 'return "It is heads."', '"It is heads."', "returns None; expected observation"),
-        ("step", "info = {", "super().oracle()\n        info = {", "Coin.step() raises NotReset"),
         ("step", "info = {", "super().reset(999)\n        info = {", "step() raises TaskIndexErr"),
         (
             "step",
@@ -214,7 +190,6 @@ def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new
         ),
         ("step", 'info["score"], True', "-0.1, True", "should return rewards that sum to 0..1"),
         ("step", 'action == "heads",', "1,", "1 as info['success']; expected a bool"),
-        ("step", '{"success": action == "heads", ', "{", "None as info['success']"),
         (
             "step",
             "info = {",

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from starlette.responses import JSONResponse
-from test_chatapi import ChatServer, completion, oracle_answer, task_index_of
+from test_chatapi import ScriptedServer, completion, oracle_answer, task_index_of
 from toy_env import Letters, serve
 
 import envs
@@ -42,7 +42,7 @@ def env_url():
 
 def test_an_evaluation_of_a_chat_model_writes_all_results(env_url, tmp_path, capsys):
     out = tmp_path / "result"
-    with ChatServer(oracle_answer) as server:
+    with ScriptedServer(oracle_answer) as server:
         code = main(
             ["--api-base", server.url, "--api-model", "oracle", "--env-addr", env_url]
             + ["--subtasks", "depth 1", "depth 4", "--samples", "2"]
@@ -93,7 +93,7 @@ def test_ctrl_c_saves_the_ended_episodes_and_exits_with_130(env_url, tmp_path):
 
     out = tmp_path / "out"
     log = out / "trajectories.jsonl"
-    with ChatServer(answer_some) as server:
+    with ScriptedServer(answer_some) as server:
         command = [sys.executable, "evaluate.py", "--api-base", server.url, "--api-model", "m"]
         command += ["--env-addr", env_url, "--subtasks", "depth 1", "--out", str(out)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -184,7 +184,7 @@ def writer():
         observation = next(text for text in messages if text.startswith("craft"))
         return completion("abc" if int(observation.split()[-1]) % 2 == 0 else "xyz")
 
-    with ChatServer(answer) as server:
+    with ScriptedServer(answer) as server:
         yield server.url
 
 

@@ -20,8 +20,9 @@ EVERY = [React(), React(2), *(FunctionCalling(style=style) for style in STYLES),
 FAMILIES = {"qwen2.5": "hermes", "llama3.1": "llama", "mistral0.3": "mistral"}
 TEXTCRAFT = get_env("textcraft")
 ACTIONS = {
-    "textcraft": ["get 2 oak log", "craft 4 oak planks using 1 oak log", "inventory"],
-    "babyai": ["turn left", "go to red ball 1", "toggle and go through grey door 2", "toggle"],
+    "textcraft": ["get 2 oak log", "craft 1 cake using 3 milk bucket, 2 sugar", "inventory"],
+    "babyai": ["turn left", "turn right", "move forward", "drop", "go to red ball 1", "toggle"]
+    + ["pickup blue key 1", "go through red door 1", "toggle and go through grey door 2"],
     "sciworld": ["look around", "look at metal pot (in kitchen)", "use metal pot on stove", "0"]
     + ["drop block", "examine substance in cup", "pour cup in art studio in cup containing ink"]
     + ["use thermometer", "pick up orange in bowl", "focus on a seed", "go to hallway", "wait1"],
@@ -42,22 +43,12 @@ def test_every_format_says_every_action_so_that_it_is_read_again(env, written):
             assert written.parse(env_class, written.say(env_class, thought, action)) == [action]
 
 
-def test_every_oracle_action_can_be_said_in_every_format():
-    for env, indices in (("textcraft", range(0, 544, 40)), ("babyai", range(8))):
-        with connect(env, "local") as client:
-            for index in indices:
-                client.reset(index)
-                result = None
-                while not (result and result.terminated):
-                    thought, action = client.oracle()
-                    for written in EVERY:
-                        text = written.say(get_env(env), thought, action)
-                        assert written.parse(get_env(env), text) == [action]
-                    result = client.step(React().say(get_env(env), thought, action))
-
-
 def hermes(call):
     return f"<tool_call>\n{call if isinstance(call, str) else json.dumps(call)}\n</tool_call>"
+
+
+def get(**arguments):
+    return hermes({"name": "get", "arguments": arguments})
 
 
 def python(code):
@@ -80,26 +71,9 @@ GET = {"name": "get", "arguments": {"count": 2, "item": "log"}}
         (FunctionCalling(), hermes(GET | {"name": ["get"]}), 'is not {"name"'),
         (FunctionCalling(), hermes(GET | {"arguments": "2 log"}), 'is not {"name"'),
         (FunctionCalling(), hermes(GET | {"name": "fly"}), "no function 'fly'; choose from get"),
-        (
-            FunctionCalling(),
-            hermes({"name": "get", "arguments": {"count": 2}}),
-            "needs the argument",
-        ),
-        (
-            FunctionCalling(),
-            hermes({"name": "inventory", "arguments": {"all": True}}),
-            "no argument 'all'",
-        ),
-        (
-            FunctionCalling(),
-            hermes({"name": "get", "arguments": {"count": "2", "item": "log"}}),
-            "count is '2', expected an integer",
-        ),
-        (
-            FunctionCalling(),
-            hermes({"name": "get", "arguments": {"count": True, "item": "log"}}),
-            "count is True, expected an integer",
-        ),
+        (FunctionCalling(), get(count=2), "needs the argument"),
+        (FunctionCalling(), get(count=2, item="log", all=True), "no argument 'all'"),
+        (FunctionCalling(), get(count=True, item="log"), "count is True, expected an integer"),
         (FunctionCalling(), 2 * hermes(GET), "Got 2 actions, expected one"),
         (FunctionCalling(2), 3 * hermes(GET), "Got 3 actions, expected at most 2"),
         (FunctionCalling(style="mistral"), hermes(GET), r"Write one as \[TOOL_CALLS\]"),
@@ -113,10 +87,8 @@ GET = {"name": "get", "arguments": {"count": 2, "item": "log"}}
         (Code(), python("# " + "x" * 100_000), "characters, at most"),
         (Code(), python("import os"), "not Import"),
         (Code(), python("os.system('ls')"), "not Attribute"),
-        (Code(), python("while True: pass"), "not While"),
         (Code(), python("[get(2, 'log') for _ in 'ab']"), "not ListComp"),
         (Code(), python("get(2, open('/etc/passwd').read())"), "literal text or number, not Call"),
-        (Code(), python("get(**{'count': 2})"), "not Dict"),
         (Code(), python("get(2, 'log', 3)"), "takes 2 arguments, but got 3"),
         (Code(), python("get(2, item=b'log')"), "item is b'log', expected text"),
         (Code(), python("inventory()\ninventory()"), "Got 2 actions, expected one"),
@@ -136,7 +108,7 @@ def test_several_actions_may_stand_on_lines_of_their_own_or_behind_the_thought()
 
 
 def test_the_environments_own_parser_has_the_last_word():
-    text = hermes({"name": "get", "arguments": {"count": 2, "item": "log\nAction: inventory"}})
+    text = get(count=2, item="log\nAction: inventory")
     with pytest.raises(ParseError, match="2 'Action:' lines"):
         FunctionCalling().parse(TEXTCRAFT, text)
     assert Code().parse(TEXTCRAFT, python("get(2, 'Oak-log!')")) == ["get 2 Oaklog"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from methods_toy import PROGRAMS, conversation, results_of, run, settings, write_lines
-from toy_env import OracleLetters, fresh_process_state, read_metrics, serve
+from toy_env import fresh_process_state, read_metrics
 
 import dpo
 import update
@@ -23,12 +23,6 @@ from run import methodworker
 from run.methodworker import IterationFiles, MethodWorker
 from run.session import TrainingError
 from sft import SftConfig
-
-
-@pytest.fixture(scope="module")
-def url():
-    with serve(OracleLetters) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from methods_toy import conversation, run, settings, write_lines
 from test_dpo import CUTS, OBJECTIVE, assert_equal, weights_after
-from toy_env import OracleLetters, read_metrics, serve
+from toy_env import read_metrics
 from two_ranks import make_batch
 
 import sft
@@ -17,12 +17,6 @@ from reporting import sentinels
 from reporting.sentinels import Rule
 from rollout import portion
 from update import imitate
-
-
-@pytest.fixture(scope="module")
-def url():
-    with serve(OracleLetters) as url:
-        yield url
 
 
 # --- The loss -------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""train.py with the toy environment, as a program that tests start, break and kill.
+"""train.py, or `sft`, `dpo` or `agentevol` if that is the first argument, with the toy
+environment, as a program that tests start, break and kill.
 
 Options that come before train.py's arguments:
     --fail-on-rank N           rank N's sampler fails in the first rollout
@@ -11,13 +12,14 @@ import functools
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 import torch.distributed.checkpoint.filesystem as dcp_files  # noqa: E402
-from toy_env import registered  # noqa: E402
+from toy_env import OracleLetters, registered  # noqa: E402
 
 import train  # noqa: E402
 from engines import EngineError, TransformersEngine  # noqa: E402
@@ -117,8 +119,11 @@ def main(argv: list[str]) -> int:
     if argv[0] in signals:
         SignalSender(signals[argv[0]], argv[1], int(argv[2]))
         argv = argv[3:]
-    with registered():
-        return train.command_line(argv)
+    program = train
+    if argv[0] in ("sft", "dpo", "agentevol"):
+        program, argv = import_module(argv[0]), argv[1:]
+    with registered(OracleLetters):
+        return program.command_line(argv)
 
 
 def main_in_fork(argv: list[str], out: str) -> None:

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from methods_toy import PROGRAMS, results_of, run, settings
 from test_distributed import launch
-from test_methodworker import url
 from toy_env import flags, read_metrics
 
-__all__ = ["url"]  # a fixture
 pytestmark = pytest.mark.long
 DPO_OPTIONS = {"steps": 20, "iterations": 4, "group_size": 8, "min_gap": 0.1, "mini_batch_size": 32}
 DPO_OPTIONS |= {"learning_rate": 3e-3, "learning_rate_decay_steps": 1000, "tasks_per_iteration": 8}
@@ -45,7 +43,7 @@ def test_two_processes_learn_the_same_as_one(method, tmp_path, url):
         if ranks == 1:
             assert run(method, values) == 0
         else:
-            code, _, stderr = launch("tests/start_method.py", method, *flags(**values))
+            code, _, stderr = launch("tests/train_toy.py", method, *flags(**values))
             assert code == 0, stderr
         data = results_of(values["run_dir"])["data"]
         results[ranks] = data, read_metrics(values["run_dir"])
