@@ -161,7 +161,7 @@ def train(config: Config) -> Run:
 
                     # ----------------------------------------------------------------------- 6 sync
                     with clock("time/sync_s"):
-                        difference, clock.values["sync/bytes"] = w.sync(step, usable)
+                        difference, clock.values["sync/bytes"] = w.sync(step, batch)
                         metrics["sync/log_prob_diff_mean"] = difference
 
                 for t, row in zip(usable, batch.advantages, strict=True):

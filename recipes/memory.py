@@ -29,7 +29,7 @@ from scale.memory import (  # noqa: E402
     cache_bytes,
     card_bytes,
     state_bytes,
-    update_bytes,
+    transient_bytes,
 )
 
 TRAJECTORIES = 32 * 8  # per step in the paper
@@ -58,7 +58,7 @@ def row(shape: Shape, tokens: int, devices: int, rank: int) -> list[object]:
     flops = forward_flops(shape, tokens) * TRAJECTORIES * passes
     min_bytes = card_bytes(shape, tokens, devices, rank)
     state = sum(state_bytes(shape, devices, rank).values())
-    updates = (update_bytes(shape, tokens, devices, rank, keep=k) for k in ("all", "inputs"))
+    updates = (state + transient_bytes(shape, tokens, devices, rank, k) for k in ("all", "inputs"))
     sampler = (2 * shape.parameters, cache_bytes(shape, tokens))
     return [
         *(shape.name, tokens, devices, f"LoRA {rank}" if rank else "full"),

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from run.errors import RunFailed
 from run.files import write_text
 
 ALARMS = "alarms.jsonl"  # log of the sentinels' alarms
 
 
-class LogError(ValueError):
+class LogError(RunFailed):
     """A log file is damaged; the message says what to do."""
 
 

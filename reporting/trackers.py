@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run.errors import one_line
+from run.errors import RunFailed, one_line
 from run.files import write_json
 
 PROJECT = "agentgym-rl"
@@ -26,7 +26,7 @@ Values = Mapping[str, Any]
 Tracker = tuple[Callable[[int, Values], None], Callable[[], None]]  # send, close
 
 
-class TrackerError(RuntimeError):
+class TrackerError(RunFailed):
     """A tracker cannot start; the message says why."""
 
 

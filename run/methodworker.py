@@ -201,7 +201,7 @@ class MethodWorker(Worker):
         requests = draw_requests(
             iteration, self.tasks, *size, c.seed, step, horizons, c.env_weights
         )
-        self.sync_with_probes(step, self.openings)
+        self.sync(step)
         trajectories, _ = self.roll_out(requests)
         self.run.write_trajectories(f"step_{step:06d}", trajectories)
         records = [(record_of(t), t) for t in trajectories if t.is_valid]
@@ -343,11 +343,7 @@ def sync_if_evaluated(
     if batch is None or not (config.plays and is_due(step, config.eval_every, config.steps)):
         return {}
     with session.saving_on_failure(), clock("time/sync_s"):
-        rows = range(min(len(batch), worker.num_probes))
-        lengths = [int(batch.loss_mask[row].argmax()) for row in rows]  # up to the first action
-        openings = [batch.input_ids[row, : lengths[row]].tolist() for row in rows]
-        difference, num_bytes = worker.sync_with_probes(step, openings)
-        clock.values["sync/bytes"] = num_bytes
+        difference, clock.values["sync/bytes"] = worker.sync(step, batch)
         return {"sync/log_prob_diff_mean": difference}
     return {}
 

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -29,10 +28,10 @@ from safetensors import SafetensorError
 
 from config import RunConfig, notes, read_command_line
 from envs import env_name, names_of
-from reporting.logs import ALARMS, LogError, read_log, require_steps, truncate_log
+from reporting.logs import ALARMS, read_log, require_steps, truncate_log
 from reporting.metrics import MetricsLogger, by_env
 from reporting.sentinels import Sentinels
-from reporting.trackers import TrackerError, Trackers
+from reporting.trackers import Trackers
 from run import checkpoint, progress, rundir
 from run.clock import Clock, clear_frames
 from run.errors import CheckpointError, Misuse, RunFailed, TrainingError, print_error
@@ -123,21 +122,19 @@ class Session(Generic[WorkerType]):
         if c.resume:
             self.load_checkpoint()
         if c.plays:
-            self.worker.sync_with_probes(self.completed_step, self.worker.openings)
-        resume_step, problem = self.completed_step if c.resume else None, ""
-        try:
-            check = partial(require_steps, path / "metrics.jsonl", self.completed_step)
-            distributed.run_on_rank_0("resuming", check)
-            trackers = Trackers(c.log_to if writes else (), path, asdict(c), resume_step)
-            columns = progress.columns_of(c.method, [env_name(name) for name in names_of(c.env)])
-            if writes:
-                truncate_log(path / ALARMS, self.completed_step)
-                (path / ALARMS).touch()  # an empty file: no alarms yet
-            self.logger = MetricsLogger(path, resume_step, writes, trackers, columns)
-        except (LogError, TrackerError) as error:
-            problem = str(error)
-        if problem := next(filter(None, distributed.gather(problem)), ""):  # only rank 0 may know
-            raise TrainingError(problem)
+            self.worker.sync(self.completed_step)
+        resume_step = self.completed_step if c.resume else None
+        columns = progress.columns_of(c.method, [env_name(name) for name in names_of(c.env)])
+
+        def open_logs() -> None:
+            require_steps(path / "metrics.jsonl", self.completed_step)
+            trackers = Trackers(c.log_to, path, asdict(c), resume_step)
+            truncate_log(path / ALARMS, self.completed_step)
+            (path / ALARMS).touch()  # an empty file: no alarms yet
+            self.logger = MetricsLogger(path, resume_step, True, trackers, columns)
+
+        self.logger = MetricsLogger(path, writes=False)
+        distributed.run_on_rank_0("opening the logs", open_logs)
         if c.resume:
             for timings in read_log(path / "timings.jsonl") if writes else ():
                 self.time_left.note(timings)
@@ -153,14 +150,7 @@ class Session(Generic[WorkerType]):
         if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
-            try:
-                self.load_state_dict(state)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise TrainingError(
-                    f"the checkpoint of step {self.completed_step} in {self.run.path} was saved "
-                    f"by another version of this program ({error!r}): resume with that version, "
-                    "or start a new run"
-                ) from error
+            self.load_state_dict(state)
             if worker.needs_start and self.start and state.get("start", self.start) != self.start:
                 raise TrainingError(
                     f"the weights in {worker.start} have changed since this run began, but "

@@ -26,6 +26,7 @@ import torch
 
 import agents
 import formats
+from batching import Batch
 from chat import ChatTemplate
 from config import (
     Config,
@@ -382,21 +383,18 @@ class Worker:
 
     # Sending weights to the sampler, writing them to disk
 
-    def sync(self, step: int, trajectories: Sequence[RolloutHandler]) -> tuple[float, int]:
-        """Send new weights to the sampler. Check them by sampling from a few prompts and scoring
-        the result with the trainer. Returns (mean |sampler - trainer| log-prob, bytes sent).
+    def sync(self, step: int, batch: Batch | None = None) -> tuple[float, int]:
+        """Send new weights to the sampler. Check them by sampling after a few first prompts, those
+        of `batch` or of one task per environment, and scoring the result with the trainer.
+        Returns (mean |sampler - trainer| log-prob, bytes sent).
 
         Raises:
             SyncError: the mean difference exceeds --max-sync-error on some rank.
         """
-        probes = trajectories[: self.num_probes]
-        return self.sync_with_probes(
-            step, [t.input_ids[: t.turns[0].action_span[0]] for t in probes]
-        )
-
-    def sync_with_probes(self, step: int, openings: Sequence[list[int]]) -> tuple[float, int]:
-        """`sync`, checked with these prompts (token ids)."""
-        c = self.config
+        c, openings = self.config, self.openings
+        if batch is not None:  # each row up to its first action
+            ends = batch.loss_mask[: self.num_probes].argmax(1)
+            openings = [ids[:end].tolist() for ids, end in zip(batch.input_ids, ends)]
         max_tokens = c.max_trajectory_tokens - sync.NUM_PROBED
         openings = [ids[:max_tokens] for ids in openings]
         try:

@@ -56,7 +56,6 @@ class VLLMEngine:
     Args:
         model_path: Hugging Face checkpoint with the initial weights.
         max_model_len: longest trajectory in tokens, including the prompt.
-        kv_cache_bytes: size of the cache; if None, a GPU uses `gpu_memory_utilization`.
         enforce_eager: do not compile: a CPU starts a minute sooner, but runs a quarter slower.
     Raises:
         EngineError: vLLM is not installed or does not start.
@@ -70,7 +69,6 @@ class VLLMEngine:
         max_model_len: int,
         dtype: str = "bfloat16",
         max_num_seqs: int = SEQUENCES,
-        kv_cache_bytes: int | None = None,
         gpu_memory_utilization: float = 0.5,
         seed: int = 0,
         enforce_eager: bool = False,
@@ -85,42 +83,33 @@ class VLLMEngine:
             # Do not pin threads: the trainer in this process would be pinned to the same cores.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             shape = shape_of(model_path, model_config(model_path))
-            kv_cache_bytes = kv_cache_bytes or cpu_cache_bytes(
-                shape, max_model_len, max_num_seqs, dtype
-            )
-            options["block_size"] = CPU_BLOCK
-        if kv_cache_bytes:
-            options["kv_cache_memory_bytes"] = kv_cache_bytes
+            num_bytes = cpu_cache_bytes(shape, max_model_len, max_num_seqs, dtype)
+            options |= {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": num_bytes}
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # One engine per process, on that process's GPU; by default vLLM uses the first GPU.
             options["distributed_executor_backend"] = "external_launcher"
         clock.release_memory()  # left over from a warm start in this process
         compiling = "" if enforce_eager else "vLLM compiles the model, for one to two minutes"
-        try:
-            with phase(compiling), _quiet():
-                from vllm import LLM, SamplingParams
-                from vllm.sampling_params import RequestOutputKind
+        hint = "`make setup` installs vLLM; --engine transformers works without it"
+        failure = f"vLLM did not start with {model_path} ({hint})"
+        with _engine_error(failure), phase(compiling), _quiet():
+            from vllm import LLM, SamplingParams
+            from vllm.sampling_params import RequestOutputKind
 
-                self._llm = LLM(
-                    model=model_path,
-                    dtype=dtype,
-                    max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs,
-                    gpu_memory_utilization=gpu_memory_utilization,
-                    enable_prefix_caching=True,
-                    logprobs_mode="processed_logprobs",
-                    enable_sleep_mode=self._on_gpu,
-                    seed=seed,
-                    enforce_eager=enforce_eager,
-                    disable_log_stats=True,
-                    **options,
-                )
-        except ImportError as error:
-            raise EngineError(
-                f"vLLM cannot be imported ({error}); run `make setup`, or use --engine transformers"
-            ) from error
-        except Exception as error:
-            raise EngineError(f"vLLM did not start with {model_path}: {error}") from error
+            self._llm = LLM(
+                model=model_path,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                enable_sleep_mode=self._on_gpu,
+                seed=seed,
+                enforce_eager=enforce_eager,
+                disable_log_stats=True,
+                **options,
+            )
         self._params, self._final_only = SamplingParams, RequestOutputKind.FINAL_ONLY
         cache = self._llm.llm_engine.vllm_config.cache_config
         # The number of full-length trajectories that fit in the cache; most are shorter.

@@ -170,14 +170,6 @@ def transient_bytes(
     return max(moments) + rotary
 
 
-def update_bytes(
-    shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0, keep: Keep = "inputs"
-) -> float:
-    """Peak bytes of the trainer on one device."""
-    state = sum(state_bytes(shape, devices, lora_rank).values())
-    return state + transient_bytes(shape, tokens, devices, lora_rank, keep)
-
-
 def cache_bytes(shape: Shape, tokens: int) -> int:
     """Bytes of keys and values of one sequence in the sampler, in bfloat16."""
     return 4 * shape.layers * shape.kv_heads * shape.head_dim * tokens
@@ -200,10 +192,10 @@ def cpu_cache_bytes(shape: Shape | None, tokens: int, sequences: int, dtype: str
 
 def card_bytes(shape: Shape, tokens: int, devices: int = 1, lora_rank: int = 0) -> float:
     """Memory in bytes of the smallest GPU that holds trainer (with checkpointing) and sampler."""
-    update = MARGIN * update_bytes(shape, tokens, devices, lora_rank)
+    state = sum(state_bytes(shape, devices, lora_rank).values())
+    update = state + transient_bytes(shape, tokens, devices, lora_rank)
     sampler = 2 * shape.parameters + cache_bytes(shape, tokens) + 2 * GIB  # at least one sequence
-    state = MARGIN * sum(state_bytes(shape, devices, lora_rank).values())
-    return max(state / (1 - SAMPLER_SHARE), sampler / SAMPLER_SHARE, update)
+    return max(MARGIN * state / (1 - SAMPLER_SHARE), sampler / SAMPLER_SHARE, MARGIN * update)
 
 
 # ------------------------------------------------------------ tensors kept for the backward pass

@@ -51,8 +51,6 @@ def byte_tokenizer(
     chat_template: str | None = CHATML,
     special: tuple[str, ...] = CHATML_SPECIAL,
     eos: str = "<|im_end|>",
-    pad: str = "<|endoftext|>",
-    bos: str | None = None,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer for any text, with one id per byte and one per special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -63,8 +61,7 @@ def byte_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=by_bytes,
         eos_token=eos,
-        pad_token=pad,
-        bos_token=bos,
+        pad_token="<|endoftext|>",
         additional_special_tokens=list(special),
         chat_template=chat_template,
     )

@@ -215,6 +215,14 @@ def test_a_run_with_two_processes_equals_a_run_with_one(tmp_path):
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=1e-3)
 
+    # A log that is damaged stops both processes, although only rank 0 reads it.
+    (runs[1] / "metrics.jsonl").write_text("")
+    resume = ["--resume", "--run-dir", str(runs[1]), "--steps", "3", "--env-addr"]
+    with serve() as url:
+        code, _, stderr = launch("tests/train_toy.py", *resume, url)
+    (line,) = error_lines(stderr)
+    assert code != 0 and "metrics.jsonl" in line and "lost contact" not in line
+
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_stops_all_with_one_line_that_names_the_rank(tmp_path, rank):

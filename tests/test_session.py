@@ -254,7 +254,7 @@ OOM = torch.OutOfMemoryError("CUDA out of memory")
         (RLWorker, "roll_out", 2, KeyError("in an environment's code"), 1),
         (torch.optim.AdamW, "step", 3, OOM, 1),  # the first optimizer step of step 2
         (torch.optim.AdamW, "step", 4, OOM, 2),  # the second one
-        (RLWorker, "sync", 2, SyncError("sampler and trainer differ"), 2),
+        (RLWorker, "sync", 3, SyncError("sampler and trainer differ"), 2),
         (metrics, "plot", 2, KeyError("in a figure"), 2),
     ],
 )

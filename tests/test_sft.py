@@ -18,7 +18,6 @@ from reporting.sentinels import Rule
 from rollout import portion
 from update import imitate
 
-
 # --- The loss -------------------------------------------------------------------------------------
 
 

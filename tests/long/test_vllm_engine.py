@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # it can start slowly
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def vllm(request, checkpoint):
     """(engine, dtype). The second engine starts in the same process after the first is closed."""
-    options = {"max_num_seqs": 8, "kv_cache_bytes": 64 << 20, "enforce_eager": True}
+    options = {"max_num_seqs": 8, "enforce_eager": True}
     engine = VLLMEngine(checkpoint, 512, dtype=request.param, **options)
     # A traceback can keep a closed engine alive; collecting it later must not end this one.
     CLOSED_ENGINES.clear()
