@@ -8,7 +8,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, call_static
+from envs import EpisodeEndedError, NotResetError, ParseError, TaskIndexError, Tool, call_static
 
 
 class Stage:
@@ -99,6 +99,16 @@ def say(thought: str, action: str) -> str:
     'Action: get 2 oak log'
     """
     return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
+
+
+def tool(template: str, about: str = "", meaning: str = "", name: str = "") -> Tool:
+    """A Tool whose arguments all have this meaning; by default it has the name of the action.
+
+    >>> tool("go to {place}", meaning="as you see it")
+    Tool(name='go_to', template='go to {place}', about='', arguments={'place': 'as you see it'})
+    """
+    arguments = dict.fromkeys(re.findall(r"\{(\w+)", template), meaning)
+    return Tool(name or template.partition(" {")[0].replace(" ", "_"), template, about, arguments)
 
 
 def version_of(package: str) -> str:

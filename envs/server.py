@@ -35,7 +35,6 @@ import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -43,11 +42,8 @@ from typing import Any, NoReturn
 import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from envs import ENVS, VERSION, ClassError, call_class, env_name, get_env
 from envs.sessions import (
@@ -79,41 +75,50 @@ def create_app(
     sessions = Sessions(env_class or get_env(env), max_sessions, idle_timeout_s, first_id)
     call_class(sessions.env_class, "open_shared")  # if a package is missing, fail now
     episodes = Episodes(sessions)
-    start_time = time.monotonic()
 
-    async def root(_: Request) -> Answer:
-        return Answer(episodes.wire.root())
-
-    async def health(_: Request) -> Answer:
-        return Answer(
-            {
-                "env": name,
-                "version": VERSION,
-                "live_sessions": len(sessions.table),
-                "max_sessions": max_sessions,
-                "uptime_s": round(time.monotonic() - start_time, 3),
-            }
-        )
-
-    async def play(request: Request) -> Response:
+    async def answer(request: Request) -> Answer:
+        path, is_get = request.url.path, request.method == "GET"
+        if problem := refusal(request, hosts):
+            hint = "send requests from a program, to the address that the server printed"
+            return error_answer(403, problem, hint)
+        if is_get and path == "/":
+            return Answer(episodes.wire.root())
+        if is_get and path == "/health":
+            state = {"live_sessions": len(sessions.table), "max_sessions": max_sessions}
+            return Answer({"env": name, "version": VERSION, **state})
         try:
-            if request.method == "GET":
-                fields: Any = query_fields(request.url.query)
-            else:
-                fields = json.loads(await request.body() or b"{}")
-        except (ValueError, RecursionError):
+            body = await read_body(request)
+            if len(body) > MAX_BODY_BYTES:
+                return body_too_large()
+            fields = query_fields(request.url.query) if is_get else json.loads(body or b"{}")
+        except (ValueError, RecursionError, ClientDisconnect):
             return error_answer(422, "the body is not JSON", "send a JSON object in UTF-8")
-        return await episodes.answer(request.method, request.url.path, fields)
+        return await episodes.answer(request.method, path, fields)
 
     return Starlette(
-        routes=[
-            Route("/", root),
-            Route("/health", health),
-            Route("/{path:path}", play, methods=["GET", "POST"]),
-        ],
-        middleware=[Middleware(Guard, hosts=hosts)],
+        routes=[Route("/{path:path}", answer, methods=["GET", "POST"])],
         lifespan=lambda _: _lifespan(sessions),
     )
+
+
+def refusal(request: Request, hosts: frozenset[str]) -> str:
+    """Why a request is refused; "" if it is not. A web page's request has an Origin header or,
+    after DNS rebinding, the page's name as Host."""
+    if "origin" in request.headers:
+        return "requests from web pages are refused"
+    host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
+    is_known = not hosts or host in hosts
+    return "" if is_known else f"this server does not answer to the name {host!r}"
+
+
+async def read_body(request: Request) -> bytes:
+    """Read the body. If it is too large, also read and drop the rest, because a client that is
+    still sending would not see the answer 413."""
+    body = bytearray()
+    async for chunk in request.stream():
+        if len(body) <= MAX_BODY_BYTES:
+            body += chunk
+    return bytes(body)
 
 
 CLOSE_S = 5.0  # for all environments to close when the server ends
@@ -140,63 +145,6 @@ async def _lifespan(sessions: Sessions) -> AsyncIterator[None]:
         log_once(str(error))
 
 
-# ------------------------------------------------------ which requests are accepted, and their size
-
-
-class Guard:
-    """ASGI middleware that refuses requests from web pages and limits the size of the body.
-
-    A web page's request has an Origin header or, after DNS rebinding, the page's name as Host.
-
-    Args:
-        hosts: the Host names to accept; an empty set accepts all.
-    """
-
-    def __init__(
-        self, app: ASGIApp, hosts: frozenset[str] = frozenset(), max_bytes: int = MAX_BODY_BYTES
-    ) -> None:
-        self.app, self.hosts, self.max_bytes = app, hosts, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin-1")).lower()
-        hint = "send requests from a program, to the address that the server printed"
-        if b"origin" in headers:
-            refusal = error_answer(403, "requests from web pages are refused", hint)
-            await refusal(scope, receive, send)
-        elif self.hosts and host not in self.hosts:
-            refusal = error_answer(403, f"this server does not answer to the name {host!r}", hint)
-            await refusal(scope, receive, send)
-        elif len(body := await self._read(receive)) > self.max_bytes:
-            await body_too_large(self.max_bytes)(scope, receive, send)
-        else:
-            pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive_body() -> Message:
-                return pending.pop() if pending else await receive()
-
-            await self.app(scope, receive_body, send)
-
-    async def _read(self, receive: Receive) -> bytes:
-        """Read the body. If it is too large, also read and drop the rest, because a client that is
-        still sending would not see the answer 413."""
-        body, has_more = bytearray(), True
-        while has_more:
-            message = await receive()
-            if len(body) <= self.max_bytes:
-                body += message.get("body", b"")
-            has_more = message.get("more_body", False)
-        return bytes(body)
-
-
-def hosts_of(host: str) -> frozenset[str]:
-    """The Host names that a server bound to `host` accepts; an empty set means all."""
-    return LOCAL_NAMES if host in ("127.0.0.1", "localhost", "::1") else frozenset()
-
-
 # ----------------------------------------------------------------------- an app on a port
 
 
@@ -211,20 +159,9 @@ class _Server(uvicorn.Server):
             print(self.line, flush=True)
 
 
-def listen_on(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 picks a free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
-
-
-def serve(app: Any, host: str, listener: socket.socket, program: str, about: str) -> int:
-    """Serve `app` until SIGTERM or Ctrl-C; return the exit code. As soon as clients can connect,
-    print a line with the address and `about`."""
-    if not hosts_of(host):
-        print(
-            f"{program}: warning: {host} can be reached from other machines without a password",
-            file=sys.stderr,
-        )
+def serve(app: Starlette, listener: socket.socket, line: str) -> int:
+    """Serve `app` until SIGTERM or Ctrl-C; return the exit code. Print `line` as soon as clients
+    can connect."""
     # Every connection is an open file, and the usual limit of 1,024 is reached soon.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -238,8 +175,7 @@ def serve(app: Any, host: str, listener: socket.socket, program: str, about: str
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    server.line = f"listening on {url} ({about})"
+    server.line = line
     # uvicorn stops on SIGTERM and then raises it again. With our own handler the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
@@ -299,16 +235,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     env, host = options.env, options.host
+    is_local = host in ("127.0.0.1", "localhost", "::1")
     task = f"serve {env}"
     try:
-        app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts_of(host))
+        hosts = LOCAL_NAMES if is_local else frozenset()
+        app = create_app(env, options.max_sessions, options.idle_timeout_s, hosts=hosts)
         task += f" on {host}:{options.port}"
-        listener = listen_on(host, options.port)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, options.port), family=family, backlog=2048)
     except (OSError, ImportError, RuntimeError, ValueError) as error:
         hint = "; --port 0 picks a free port" if "in use" in str(error) else ""
         print(f"envs.server: cannot {task}: {error}{hint}", file=sys.stderr)
         return 1
-    return serve(app, host, listener, "envs.server", f"env {env}, version {VERSION}")
+    if not is_local:
+        warning = f"{host} can be reached from other machines without a password"
+        print(f"envs.server: warning: {warning}", file=sys.stderr)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    return serve(app, listener, f"listening on {url} (env {env}, version {VERSION})")
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def error_answer(status: int, error: str, hint: str) -> Answer:
     return Answer({"error": error, "hint": hint}, status, headers)
 
 
-def body_too_large(max_bytes: int = MAX_BODY_BYTES) -> Answer:
-    error = f"the body is larger than {max_bytes} bytes"
+def body_too_large() -> Answer:
+    error = f"the body is larger than {MAX_BODY_BYTES} bytes"
     return error_answer(413, error, "send a shorter action")
 
 

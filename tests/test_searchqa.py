@@ -76,7 +76,7 @@ class FakeRetriever:
 def retriever(monkeypatch):
     """A fake retriever for all searches of this process."""
     retriever = FakeRetriever(anthem_Ee_Mungu=[TEA, ANTHEM], Kenya_currency=[MONEY])
-    monkeypatch.setattr(searchqa_env, "_shared", [retriever])
+    monkeypatch.setattr(searchqa_env, "shared_retriever", lambda: retriever)
     return retriever
 
 

@@ -1,4 +1,4 @@
-"""Retrieval: BM25 scores and ties, the service, and the retriever that uses a service."""
+"""Retrieval: BM25 scores and ties, and the retriever that uses a service."""
 
 import hashlib
 import importlib.util
@@ -6,18 +6,12 @@ import json
 import math
 import os
 import random
-import re
-import signal
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
 # Not imported: it imports numba, and vLLM does not start in a process with numba.
 if os.environ.get("CI") != "true" and not importlib.util.find_spec("bm25s"):
@@ -25,20 +19,17 @@ if os.environ.get("CI") != "true" and not importlib.util.find_spec("bm25s"):
 
 from envs.http import Answer, ConnectionLost, ExchangeTimeout, HttpClient
 from envs.searchqa import retrieval
-from envs.searchqa.corpus import CorpusError
 from envs.searchqa.retrieval import (
     BM25,
     Remote,
     RetrievalError,
     Scored,
-    create_app,
     open_retriever,
     top_indices,
     words,
 )
-from envs.searchqa.text import Passage, contents
+from envs.searchqa.text import Passage
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
@@ -76,7 +67,7 @@ BOOK = corpus_of(
 
 
 def write_corpus(path, corpus):
-    lines = ({"id": str(passage.number), "contents": contents(passage)} for passage in corpus)
+    lines = ({"contents": f'"{passage.title}"\n{passage.text}'} for passage in corpus)
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
 
@@ -130,6 +121,13 @@ def test_any_query_gets_passages():
     assert retriever.search(query, 3) == retriever.search(known_words, 3)
 
 
+def test_the_threads_of_a_server_can_share_an_index():
+    index, queries = BM25(random_corpus(300)), [f"word{n} word{n + 1}" for n in range(60)]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda query: index.search(query, 3), queries))
+    assert answers == [index.search(query, 3) for query in queries]
+
+
 def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     path = write_corpus(tmp_path / "wiki.jsonl", BOOK)
     monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(path))
@@ -141,28 +139,6 @@ def test_the_environment_variables_choose_the_retriever(tmp_path, monkeypatch):
     monkeypatch.setenv("SEARCHQA_RETRIEVAL_METHOD", "dense")
     with pytest.raises(RetrievalError, match="is 'dense'; choose bm25, .*Search-R1's own service"):
         open_retriever()
-
-
-def test_the_service_answers_in_search_r1s_format_and_names_errors(monkeypatch):
-    client = TestClient(create_app(BM25(BOOK)))
-    body = {"queries": ["currency of Kenya", "Nairobi"], "topk": 2, "return_scores": True}
-    first, second = client.post("/retrieve", json=body).json()["result"]
-    document = {"id": "0", "contents": '"Kenya - Economy"\nCurrency: Kenyan shilling (KES)'}
-    assert first[0]["document"] == document
-    assert first[0]["score"] > first[1]["score"] > 0
-    assert second[0]["document"]["id"] == "2"
-    body["return_scores"] = False
-    assert client.post("/retrieve", json=body).json()["result"][0][0] == document
-    results = client.post("/retrieve", json={"queries": ["Kenya"]}).json()["result"]
-    assert [len(entry) for entry in results] == [3]  # Search-R1's number
-    assert client.get("/").json() == {"retriever": "BM25", "passages": 5}
-    for content, message in ((b"not json", "JSON"), (b'{"queries": [1]}', "queries.0")):
-        answer = client.post("/retrieve", content=content)
-        assert answer.status_code == 422 and message in answer.json()["error"]
-    broken = CorpusError("wiki.jsonl, line 7: not JSON")
-    monkeypatch.setattr(BM25, "search", Mock(side_effect=broken))
-    answer = client.post("/retrieve", json=body)
-    assert (answer.status_code, answer.json()["error"]) == (500, str(broken))
 
 
 @pytest.fixture
@@ -221,34 +197,3 @@ def test_a_lost_connection_and_a_5xx_are_retried_a_few_times(service):
     service.side_effect = [ConnectionLost("refused")] * 4
     with pytest.raises(RetrievalError, match="refused"):
         Remote(URL).search("Nairobi", 2)
-
-
-def test_environment_servers_can_share_a_service_and_sigterm_ends_it(tmp_path):
-    corpus = random_corpus(300)
-    path = write_corpus(tmp_path / "wiki.jsonl", corpus)
-    queries = [f"word{number} word{number + 1}" for number in range(60)]
-    command = [sys.executable, "-m", "envs.searchqa.retrieval", "--port", "0"]
-    settings = os.environ | {"SEARCHQA_CORPUS_PATH": str(path)}
-    with subprocess.Popen(command, cwd=ROOT, env=settings, text=True, stdout=-1) as process:
-        try:
-            line = process.stdout.readline()
-            match = re.match(r"listening on (http://\S+) \(retriever BM25\)", line)
-            remote, local = Remote(match[1]), BM25(corpus)
-            with ThreadPoolExecutor(12) as pool:  # sessions share one retriever
-                answers = list(pool.map(lambda query: remote.search(query, 3), queries))
-            for query, answer in zip(queries, answers):
-                expected = [(entry.passage.text, entry.score) for entry in local.search(query, 3)]
-                assert [(entry.passage.text, entry.score) for entry in answer] == expected
-            remote._http.close()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
-
-
-def test_a_service_that_cannot_start_prints_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", Mock())
-    monkeypatch.setenv("SEARCHQA_CORPUS_PATH", str(tmp_path / "none"))
-    assert retrieval.main(["--port", "0"]) == 1
-    output = capsys.readouterr().err
-    assert f"No such file or directory: '{tmp_path / 'none'}'" in output and output.count("\n") == 1

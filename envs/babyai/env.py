@@ -60,9 +60,9 @@ import io
 import json
 from typing import Any, ClassVar
 
-from envs import Tool, Wire
+from envs import Wire
 from envs.babyai.levels import LEVELS, NUM_SEEDS, SUBTASKS, level_and_seed
-from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
+from envs.common import ANSWER, Stage, action_line, require_task, say, tool, version_of
 
 MAX_ACTION_CHARS = 200  # a longer text is not an action
 
@@ -106,20 +106,12 @@ class BabyAI:
         "You see only what is before you; a locked door needs the key of its color."
     )
     TOOLS = (
-        *(
-            Tool(action.replace(" ", "_"), action)
-            for action in ("turn left", "turn right", "move forward", "drop")
-        ),
-        Tool("check_available_actions", "check available actions"),
-        Tool("toggle", "toggle", "open or close the door or box ahead"),
-        Tool("go_to", "go to {thing}", arguments={"thing": "as in: red ball 1"}),
-        Tool("pickup", "pickup {thing}", arguments={"thing": "as in: red ball 1"}),
-        Tool("go_through", "go through {door}", arguments={"door": "as in: red door 1"}),
-        Tool(
-            "toggle_and_go_through",
-            "toggle and go through {door}",
-            arguments={"door": "as in: red door 1"},
-        ),
+        *map(tool, ("turn left", "turn right", "move forward", "drop", "check available actions")),
+        tool("toggle", "open or close the door or box ahead"),
+        tool("go to {thing}", meaning="as in: red ball 1"),
+        tool("pickup {thing}", meaning="as in: red ball 1"),
+        tool("go through {door}", meaning="as in: red door 1"),
+        tool("toggle and go through {door}", meaning="as in: red door 1"),
     )
     WIRE = BabyAIWire()
     IS_FAST = False

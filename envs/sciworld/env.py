@@ -55,8 +55,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import envs.sciworld.jvm as jvm
-from envs import Tool, Wire
-from envs.common import ANSWER, Stage, action_line, require_task, say, version_of
+from envs import Wire
+from envs.common import ANSWER, Stage, action_line, require_task, say, tool, version_of
 from envs.sciworld.jvm import Seat, shared_pool
 from envs.sciworld.oracle import EXHAUSTED, Play, rewrite, thought
 from envs.sciworld.tasks import NUM_TASKS, find_task, is_easy, max_actions, topic
@@ -99,7 +99,11 @@ class ScienceWorldWire(Wire):
 
 MAX_CHARACTERS = 1000  # of an action
 NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's answer
-OBJECT, PLACE = {"object": "as you see it"}, {"place": "as you see it"}
+VERBS = (
+    "look at, look in, examine, read, open, close, pick up, put down, drop, mix, activate, "
+    "deactivate, disconnect, eat, flush, focus on"
+).split(", ")
+SEEN = "as you see it"
 NO_RESTART = "This world cannot be reset; go on with the task."
 TELEPORT_HINT = "You can also: teleport to PLACE"
 
@@ -129,47 +133,18 @@ class SciWorld:
         "focus fails the task."
     )
     TOOLS = (
-        *(
-            Tool(action.replace(" ", "_"), action)
-            for action in ("look around", "wait", "wait1", "inventory", "task")
-        ),
-        *(
-            Tool(action.replace(" ", "_"), action + " {object}", arguments=OBJECT)
-            for action in (
-                *("look at", "look in", "examine", "read", "open", "close", "pick up", "put down"),
-                *(
-                    "drop",
-                    "mix",
-                    "activate",
-                    "deactivate",
-                    "disconnect",
-                    "eat",
-                    "flush",
-                    "focus on",
-                ),
-            )
-        ),
-        *(
-            Tool(
-                verb,
-                f"{verb} {{object}} {word} {{other}}",
-                arguments=OBJECT | {"other": "as you see it"},
-            )
-            for verb, word in (
-                *(("move", "to"), ("pour", "into"), ("dunk", "into")),
-                *(("use", "on"), ("connect", "to")),
-            )
-        ),
-        Tool(
-            "pour_in",
-            "pour {object} in {other}",
-            "the same as pour",
-            OBJECT | {"other": "as you see it"},
-        ),
-        Tool("use_alone", "use {object}", arguments=OBJECT),
-        Tool("go_to", "go to {place}", arguments=PLACE),
-        Tool("teleport_to", "teleport to {place}", "only if you are told that you can", PLACE),
-        Tool("choose", "{number:d}", arguments={"number": "of the object that you mean"}),
+        *map(tool, ("look around", "wait", "wait1", "inventory", "task")),
+        *(tool(f"{verb} {{object}}", meaning=SEEN) for verb in VERBS),
+        tool("move {object} to {other}", meaning=SEEN),
+        tool("pour {object} into {other}", meaning=SEEN),
+        tool("dunk {object} into {other}", meaning=SEEN),
+        tool("use {object} on {other}", meaning=SEEN),
+        tool("connect {object} to {other}", meaning=SEEN),
+        tool("pour {object} in {other}", "the same as pour", SEEN, name="pour_in"),
+        tool("use {object}", meaning=SEEN, name="use_alone"),
+        tool("go to {place}", meaning=SEEN),
+        tool("teleport to {place}", "only if you are told that you can", SEEN),
+        tool("{number:d}", meaning="of the object that you mean", name="choose"),
     )
     WIRE = ScienceWorldWire()
     IS_FAST = False

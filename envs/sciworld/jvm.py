@@ -32,6 +32,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,6 +84,7 @@ class Jvm:
         self._lock = threading.Lock()
         self._time_limit_s = time_limit_s
         self.failure = ""
+        self.seats: set[Seat] = set()
         options = [
             f"-Xmx{heap}",
             "-XX:+UseSerialGC",  # other collectors need more threads and memory
@@ -174,18 +176,12 @@ def strings(java_list: Any) -> list[str]:
     return texts
 
 
-class _Slot:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.jvm: Jvm | None = None
-        self.num_seats = 0
-
-
 class Seat:
     """The simulator of one session in a Java process, created by JvmPool.seat()."""
 
-    def __init__(self, jvm: Jvm, simulator: Any, on_release: Callable[[], None]) -> None:
-        self.jvm, self._simulator, self._on_release = jvm, simulator, on_release
+    def __init__(self, jvm: Jvm) -> None:
+        self.jvm = jvm
+        self.simulator: Any = None
 
     @property
     def is_lost(self) -> bool:
@@ -197,28 +193,28 @@ class Seat:
         def seeded_call() -> T:
             if seed is not None:
                 self.jvm.random.setSeed(seed)
-            return function(self._simulator, *arguments)
+            return function(self.simulator, *arguments)
 
         return self.jvm.call(seeded_call)
 
     def release(self) -> None:
         """Give up the simulator, so that Java can free its memory."""
-        self._on_release()
+        self.jvm.seats.discard(self)
         with contextlib.suppress(JvmLost):  # the memory was freed with the process
             self.jvm.call(self._detach)
 
     def _detach(self) -> None:
         self.jvm.random.hashCode()  # fails if the process is lost; py4j's detach does not
-        self._simulator._detach()
+        self.simulator._detach()
 
 
 class JvmPool:
     """Up to `num_jvms` Java processes; each is started when it is first needed."""
 
     def __init__(self, num_jvms: int, heap: str = "2g", time_limit_s: float = 45.0) -> None:
-        self.heap, self.time_limit_s = heap, time_limit_s
-        self._slots = [_Slot() for _ in range(num_jvms)]
-        self._lock = threading.Lock()  # guards num_seats
+        self.num_jvms, self.heap, self.time_limit_s = num_jvms, heap, time_limit_s
+        self._jvms: list[Jvm] = []
+        self._lock = threading.Lock()  # guards _jvms and the choice of a seat
 
     @classmethod
     def from_environment(cls) -> "JvmPool":
@@ -237,55 +233,41 @@ class JvmPool:
 
     def jvms(self) -> list[Jvm]:
         """The processes that are running now."""
-        jvms = [slot.jvm for slot in self._slots if slot.jvm is not None]
-        return [jvm for jvm in jvms if not jvm.has_failed()]
+        return [jvm for jvm in self._jvms if not jvm.has_failed()]
 
     def seat(self) -> Seat:
         """A new simulator on the process with the fewest seats. Raises JavaMissing if the process
         does not start, JvmLost if it fails during the call."""
-        with self._lock:
-            slot = min(self._slots, key=lambda slot: slot.num_seats)
-            slot.num_seats += 1
-
-        def release() -> None:
-            with self._lock:
-                slot.num_seats -= 1
-
-        try:
-            with slot.lock:  # other threads that need this process wait until it has started
-                if slot.jvm is None or slot.jvm.has_failed():
-                    slot.jvm = Jvm(self.heap, self.time_limit_s)
-                jvm = slot.jvm
-            return Seat(jvm, jvm.call(jvm.new_simulator), release)
-        except BaseException:
-            release()
-            raise
+        with self._lock:  # other threads wait while a process starts
+            self._jvms = self.jvms()
+            jvm = min(self._jvms, key=lambda jvm: len(jvm.seats), default=None)
+            if jvm is None or (jvm.seats and len(self._jvms) < self.num_jvms):
+                jvm = Jvm(self.heap, self.time_limit_s)
+                self._jvms.append(jvm)
+            seat = Seat(jvm)
+            jvm.seats.add(seat)
+        seat.simulator = jvm.call(jvm.new_simulator)
+        return seat
 
     def close(self) -> None:
         """End all processes."""
-        for slot in self._slots:
-            with slot.lock:
-                if slot.jvm is not None:
-                    slot.jvm.end("was ended")
-                slot.jvm = None
+        with self._lock:
+            for jvm in self._jvms:
+                jvm.end("was ended")
+            self._jvms = []
 
 
-_shared: list[JvmPool] = []  # at most one
-_shared_lock = threading.Lock()
-
-
+@cache
 def shared_pool() -> JvmPool:
-    """The pool that all sessions of this Python process share. The first call creates it."""
-    with _shared_lock:
-        if not _shared:
-            _shared.append(JvmPool.from_environment())
-        return _shared[0]
+    """The pool that all sessions of this Python process share. The first call creates it; in a
+    server this is open_shared(), before any thread starts."""
+    return JvmPool.from_environment()
 
 
 def close_shared_pool() -> None:
-    with _shared_lock:
-        while _shared:
-            _shared.pop().close()
+    if shared_pool.cache_info().currsize:
+        shared_pool().close()
+        shared_pool.cache_clear()
 
 
 # ------------------------------------------------------------- functions to run with `Seat.call`

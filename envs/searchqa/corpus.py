@@ -15,6 +15,7 @@ name.
 
 import hashlib
 import html
+import itertools
 import json
 import os
 import re
@@ -146,13 +147,6 @@ def book_folder() -> Path:
     return folder
 
 
-@cache
-def read_book() -> dict[str, dict[str, Any]]:
-    """Two-letter country code -> its page of the book, sorted by code."""
-    pages = {path.stem: path for path in book_folder().glob("*/*.json")}
-    return {code: json.loads(pages[code].read_text(encoding="utf-8")) for code in sorted(pages)}
-
-
 def plain_text(markup: str) -> str:
     """A field's text without HTML, on one line, with straight quotes and dashes.
 
@@ -209,19 +203,6 @@ def _texts(content: Any) -> Iterator[str]:
             yield f"{text};" if text else ""
 
 
-def factbook_lines() -> Iterator[str]:
-    """The lines of the Factbook's JSONL file."""
-    number = 0
-    for code, page in read_book().items():
-        country = title_of(code, page)
-        for section, content in page.items():
-            title = f"{country} - {section.strip()}"
-            for text in passages_of(content):
-                contents = f'"{title}"\n{text}'
-                yield json.dumps({"id": str(number), "contents": contents}, ensure_ascii=False)
-                number += 1
-
-
 @cache
 def factbook_corpus() -> Corpus:
     """The World Factbook. The first call cuts it into passages and stores them in the cache."""
@@ -236,5 +217,14 @@ def factbook_corpus() -> Corpus:
 
 
 def _write_factbook(folder: Path) -> None:
-    content = "".join(f"{line}\n" for line in factbook_lines()).encode()
-    (folder / "passages.jsonl").write_bytes(content)
+    """Cut the pages of the countries, in the order of their codes, into passages."""
+    numbers = itertools.count()
+    with (folder / "passages.jsonl").open("w", encoding="utf-8") as file:
+        for path in sorted(book_folder().glob("*/*.json"), key=lambda path: path.stem):
+            page = json.loads(path.read_text(encoding="utf-8"))
+            country = title_of(path.stem, page)
+            for section, content in page.items():
+                for text in passages_of(content):
+                    contents = f'"{country} - {section.strip()}"\n{text}'
+                    line = {"id": str(next(numbers)), "contents": contents}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")

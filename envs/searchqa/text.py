@@ -67,17 +67,6 @@ def passage_of(number: int, contents: str) -> Passage:
     return Passage(number, title, text.strip())
 
 
-def contents(passage: Passage) -> str:
-    """Write a passage as the contents of a line of Search-R1's corpus.
-
-    >>> contents(Passage(0, "Kenya", "A republic."))
-    '"Kenya"\\nA republic.'
-    """
-    if not passage.title and "\n" not in passage.text:
-        return passage.text
-    return f'"{passage.title}"\n{passage.text}'
-
-
 def information(passages: Sequence[Passage], max_words: int) -> str:
     """The observation after a search.
 

@@ -69,9 +69,6 @@ class _Plan:
     def copy(self) -> "_Plan":
         return _Plan(*(value.copy() for value in vars(self).values()))
 
-    def become(self, plan: "_Plan") -> None:
-        vars(self).update(vars(plan))
-
     def __len__(self) -> int:
         return len(self.gets) + len(self.crafts)
 
@@ -273,41 +270,35 @@ class TextCraft:
     # `plan.stock`, so that two actions cannot use the same item.
 
     def _plan(self) -> _Plan:
-        plan = _Plan(dict(self._inventory))
-        self._provide(self._goal, 1, self._goal, plan)
-        return plan
+        return self._provide(self._goal, 1, self._goal, _Plan(dict(self._inventory)))[1]
 
-    def _provide(self, name: str, count: int, purpose: str, plan: _Plan) -> str:
-        """Extend the plan until `plan.stock` has `count` of `name`, and return the item. If `name`
-        is a group, that is the member that needs the fewest actions."""
+    def _provide(self, name: str, count: int, purpose: str, plan: _Plan) -> tuple[str, _Plan]:
+        """The item, and the plan extended until its stock has `count` of `name`. If `name` is a
+        group, the item is the member that needs the fewest actions."""
         if name in self._book.groups:
-            trials: list[tuple[int, int, str, _Plan]] = []
-            for member in self._book.groups[name]:
-                trial = plan.copy()
-                self._provide(member, count, purpose, trial)
-                trials.append((len(trial), len(trials), member, trial))
-            _, _, name, best = min(trials)
-            plan.become(best)
-            return name
-        if (missing := count - plan.stock.get(name, 0)) > 0:
-            recipes = self._book.recipes.get(name, [])
-            if not recipes:
-                plan.gets[name] = plan.gets.get(name, 0) + missing
-                plan.purposes.setdefault(name, purpose)
-                plan.stock[name] = count
-                return name
-            trial_plans = [plan.copy() for _ in recipes]
-            for recipe, trial in zip(recipes, trial_plans):
-                while trial.stock.get(name, 0) < count:
-                    self._craft_once(recipe, purpose, trial)
-            plan.become(min(trial_plans, key=len))
-        return name
+            members = self._book.groups[name]
+            trials = [self._provide(member, count, purpose, plan) for member in members]
+            return min(trials, key=lambda trial: len(trial[1]))
+        recipes = self._book.recipes.get(name, [])
+        missing = count - plan.stock.get(name, 0)
+        if missing > 0 and recipes:
+            plan = min((self._craft_until(count, r, purpose, plan) for r in recipes), key=len)
+        elif missing > 0:
+            plan = plan.copy()
+            plan.gets[name] = plan.gets.get(name, 0) + missing
+            plan.purposes.setdefault(name, purpose)
+            plan.stock[name] = count
+        return name, plan
 
-    def _craft_once(self, recipe: Recipe, purpose: str, plan: _Plan) -> None:
-        inputs = []
-        for name, count in recipe.inputs:
-            item = self._provide(name, count, recipe.output, plan)
-            plan.stock[item] -= count
-            inputs.append((item, count))
-        plan.crafts.append((recipe, tuple(inputs), purpose))
-        plan.stock[recipe.output] = plan.stock.get(recipe.output, 0) + recipe.output_count
+    def _craft_until(self, count: int, recipe: Recipe, purpose: str, plan: _Plan) -> _Plan:
+        """The plan extended by this recipe until its stock has `count` of the output."""
+        plan, output = plan.copy(), recipe.output
+        while plan.stock.get(output, 0) < count:
+            inputs = []
+            for name, number in recipe.inputs:
+                item, plan = self._provide(name, number, output, plan)
+                plan.stock[item] -= number
+                inputs.append((item, number))
+            plan.crafts.append((recipe, tuple(inputs), purpose))
+            plan.stock[output] = plan.stock.get(output, 0) + recipe.output_count
+        return plan
