@@ -183,7 +183,7 @@ TABLE='
 import datetime, json, sys
 from pathlib import Path
 from recipes.common import write_json
-from reporting.scoring import compare, format_table
+from reporting.compare import compare, format_table
 run_dir, result, checkpoint, choice, settings = Path(sys.argv[1]), *sys.argv[2:]
 record = json.loads((run_dir / "config.json").read_text())
 paths = [run_dir / name / "eval.json" for name in ("test_before", "test_after")]

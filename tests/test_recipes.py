@@ -386,6 +386,12 @@ def test_the_cards_that_the_script_requires_are_large_enough_by_the_formulas():
     assert card_bytes(memory.QWEN["3B"], 10752, 1, lora_rank=64) / 2**20 <= cards["LORA"]
 
 
+def test_the_3b_script_imports_only_what_exists():
+    text = (RECIPES / "textcraft_3b.sh").read_text()
+    for line in re.findall(r"^(?:from|import) .*", text, re.MULTILINE):
+        exec(line, {})
+
+
 def test_an_existing_3b_run_is_resumed_and_a_finished_one_is_not_run_again(tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "test_before").mkdir(parents=True)
