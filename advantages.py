@@ -38,7 +38,7 @@ explains how the published system differs. Read next: losses.py, which uses the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -487,47 +487,26 @@ def _check(token_rewards: Tensor, loss_mask: Tensor, **tensors: Tensor) -> Tenso
 # ------------------------------------------------------------------------------------ the choice
 
 
-class Estimator(NamedTuple):
-    """An entry of ESTIMATORS: a function of a batch, and what a run must provide for it."""
-
-    estimate: Callable[[Any, Any], tuple[Tensor, Tensor]]  # (Batch, Config)
-    needs_group: bool = False  # needs at least two samples per task for its baseline
-    needs_critic: bool = False  # needs a critic's values for its baseline
-
-
-# The choices of --algorithm. To add one, write a function above, add an entry here and add its name
-# to config.py.
-ESTIMATORS = {
-    "grpo": Estimator(
-        lambda b, c: grpo(b.token_rewards, b.loss_mask, b.group_ids, scale_by_std=c.scale_by_std),
-        needs_group=True,
+# The choices of --algorithm: functions of a Batch and a Config. To add one, write a function above,
+# add an entry here, and add its name to config.py (also to GROUP_ALGORITHMS or CRITIC_ALGORITHMS).
+ESTIMATORS: dict[str, Callable[[Any, Any], tuple[Tensor, Tensor]]] = {
+    "grpo": lambda b, c: grpo(
+        b.token_rewards, b.loss_mask, b.group_ids, scale_by_std=c.scale_by_std
     ),
-    "ppo": Estimator(
-        lambda b, c: (gae_by_turn if c.gae_unit == "turn" else gae)(
-            b.token_rewards, b.values, b.loss_mask, c.gamma, c.lam
-        ),
-        needs_critic=True,
+    "ppo": lambda b, c: (gae_by_turn if c.gae_unit == "turn" else gae)(
+        b.token_rewards, b.values, b.loss_mask, c.gamma, c.lam
     ),
-    "rloo": Estimator(
-        lambda b, c: rloo(b.token_rewards, b.loss_mask, b.group_ids), needs_group=True
+    "rloo": lambda b, c: rloo(b.token_rewards, b.loss_mask, b.group_ids),
+    "gigpo": lambda b, c: gigpo(
+        *(b.token_rewards, b.loss_mask, b.group_ids, b.anchor_ids),
+        *(c.gamma, c.gigpo_weight),
+        scale_by_std=c.scale_by_std,
     ),
-    "gigpo": Estimator(
-        lambda b, c: gigpo(
-            *(b.token_rewards, b.loss_mask, b.group_ids, b.anchor_ids),
-            *(c.gamma, c.gigpo_weight),
-            scale_by_std=c.scale_by_std,
-        ),
-        needs_group=True,
+    # An oracle has no log-probs; its action is imitated as it is.
+    "distill": lambda b, c: (
+        (b.loss_mask, b.loss_mask)
+        if c.asks_oracle
+        else distill(b.old_log_probs, b.teacher_log_probs, b.loss_mask)
     ),
-    "distill": Estimator(
-        # An oracle has no log-probs; its action is imitated as it is.
-        lambda b, c: (
-            (b.loss_mask, b.loss_mask)
-            if c.asks_oracle
-            else distill(b.old_log_probs, b.teacher_log_probs, b.loss_mask)
-        )
-    ),
-    "reinforce_plus_plus": Estimator(
-        lambda b, c: reinforce_plus_plus(b.token_rewards, b.loss_mask, c.gamma)
-    ),
+    "reinforce_plus_plus": lambda b, c: reinforce_plus_plus(b.token_rewards, b.loss_mask, c.gamma),
 }

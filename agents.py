@@ -55,7 +55,7 @@ class Agent:
         """The first text that the policy reads."""
         if self.name != "plan":
             return observation
-        trajectory.expect("plan")
+        trajectory.next_kind = "plan"
         return f"{observation}\n{PLAN}"
 
     def next_text(
@@ -65,7 +65,7 @@ class Agent:
         the trajectory has ended. Raises EnvError."""
         t = trajectory
         if turn.kind != "act":
-            t.expect("act")
+            t.next_kind = "act"
             turn.observation_text = ACT
             if turn.kind == "reflect":
                 turn.observation_text = f"{AGAIN}\n{client.reset(task_index, t.seed)}"

@@ -198,13 +198,6 @@ def cut_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return cuts
 
 
-def padding_share(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> float:
-    """Share of padding among the tokens of all micro-batches, 0..1."""
-    padded = sum(len(rows) * max(lengths[i] for i in rows) for rows in cuts)
-    tokens = sum(lengths[i] for rows in cuts for i in rows)
-    return 1 - tokens / padded if padded else 0.0
-
-
 def opening_length(batch: Batch) -> int:
     """Number p of leading tokens that all rows share and that the policy did not sample."""
     width = int(batch.lengths.min())

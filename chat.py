@@ -54,11 +54,6 @@ OWN = re.compile(r"(?i)think|tool_call")  # control tokens that the policy may w
 SAMPLE = ("Goal: a log.", "Thought: easy.\nAction: get 1 log", "Got 1 log.", "go on", "Yes.")
 
 
-def is_encodable(text: str) -> bool:
-    """False if the text contains half of a surrogate pair: JSON allows it, tokenizers reject it."""
-    return text.isascii() or text.encode("utf-8", "ignore").decode() == text
-
-
 class ChatTemplate:
     """A tokenizer's chat template, cut into the pieces between messages.
 

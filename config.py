@@ -43,7 +43,7 @@ from run.errors import Misuse as Misuse
 from run.errors import value_errors_as_misuse as value_errors_as_misuse
 from run.files import read_text
 from scale.default_models import SMALL_MODELS, check_length, check_model
-from schedulers import make_scheduler
+from schedulers import check_schedule
 
 T = TypeVar("T", bound=Any)
 Options = TypeVar("Options", bound="RunConfig")
@@ -319,7 +319,7 @@ class RunConfig(UpdateOptions):
 # The environment's own player as --teacher, with thoughts and without
 ORACLES = ("oracle", "oracle-actions")
 LOW_IN_IMITATION = frozenset({"policy/entropy"})  # close to 0 is success there, not collapse
-# Algorithms that use an option; a test compares these with advantages.ESTIMATORS.
+# Algorithms that compare the samples of a task, those with a critic, and those that use an option.
 GROUP_ALGORITHMS, CRITIC_ALGORITHMS = ("grpo", "rloo", "gigpo"), ("ppo",)
 USED_BY = {
     "gamma": ("ppo", "reinforce_plus_plus", "gigpo"),
@@ -427,9 +427,7 @@ class Config(RunConfig, Objective):
     def check(self) -> None:
         super().check()
         for c in config_per_env(self):
-            make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
-            if c.rounds_scheduler != "fixed" and len(c.rounds) == 1:
-                raise Misuse(f"--rounds {c.rounds[0]} never changes; give --rounds several values")
+            check_schedule(c.rounds_scheduler, c.rounds)
         if 0 < self.sampler_is_cap < 1:
             raise Misuse(f"--sampler-is-cap {self.sampler_is_cap} must be 0 (off) or at least 1")
         if self.clip_ratio_high is not None and self.clip_ratio_high < self.clip_ratio:
@@ -693,6 +691,7 @@ POSITIVE = (
     *("samples", "limit", "env_workers"),  # of evaluate.py
     *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),  # of other methods
     *("pairs_per_task", "keep_per_task", "beta", "rounds", "env_weights", "max_rounds"),
+    "steps_scaling_inter",
 )
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),
@@ -916,8 +915,9 @@ def _unused_options(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.tasks:
         yield "split", f"--tasks {config.tasks} names the tasks"
     if not config.eval_every:
-        for name in ("eval_tasks", "eval_subtasks", "eval_samples", "eval_rounds"):
-            yield name, "--eval-every is 0"
+        names = ("tasks", "subtasks", "samples", "start_samples", "rounds", "temperatures")
+        for name in names:
+            yield f"eval_{name}", "--eval-every is 0"
     if not config.lora_rank:
         yield "lora_alpha", "--lora-rank is 0"
     yield from config.unused_options()

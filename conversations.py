@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chat import is_encodable
 from data import NAMES, ROLES, Record, as_turn
+from envs.http import encodable
 from run.files import read_text
 from trajectory import LOST, RolloutHandler, Trajectory, from_line
 
@@ -181,7 +181,7 @@ def check_record(record: Record) -> Record:
         raise ValueError(f'{name}: "return" is {repr(total)[:60]}, expected a finite number')
     if type(seed) is not int:
         raise ValueError(f'{name}: "seed" is {repr(seed)[:60]}, expected an integer')
-    if not is_encodable(json.dumps(record, ensure_ascii=False)):
+    if encodable(text := json.dumps(record, ensure_ascii=False)) != text:
         raise ValueError(f"{name} contains half of a surrogate pair, which cannot be encoded")
     for i, turn in enumerate(turns):
         if problem := _problem_of_turn(turn):

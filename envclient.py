@@ -218,12 +218,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         self._session_id: int | None = None
         self._is_running = False  # between reset() and the end of the episode
         self._is_closed = False
-        self._score = 0.0  # sum of this episode's rewards
-
-    @property
-    def score(self) -> float:
-        """The sum of this episode's rewards so far."""
-        return self._score
+        self.score = 0.0  # sum of this episode's rewards
 
     @property
     def is_open(self) -> bool:
@@ -269,7 +264,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         if self._wire.first_from_observation:
             observation = self._call("GET", "/observation")
         observation = self._field(observation, "/reset", "observation", str)
-        self._score, self._is_running = 0.0, True
+        self.score, self._is_running = 0.0, True
         return observation
 
     def step(self, model_text: str) -> StepResult:
@@ -308,7 +303,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
             answer = self._call("POST", "/step", action=action)
             observation = self._field(answer, "/step", "observation", str)
             try:
-                outcome = self._wire.outcome(answer, self._score)
+                outcome = self._wire.outcome(answer, self.score)
             except ValueError as error:
                 raise self._unexpected(answer, "/step", str(error)) from error
         except ActionRejected as error:
@@ -316,7 +311,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         except EnvError:
             self._is_running = False
             raise
-        self._score += outcome.reward
+        self.score += outcome.reward
         self._is_running = not (outcome.terminated or outcome.truncated)
         return StepResult(observation, *outcome)
 
@@ -367,7 +362,7 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
 
     def _refusal(self, message: str, kind: str) -> StepResult:
         """The result of an invalid text: the state stays the same; the policy reads the reason."""
-        info = {"success": False, "score": self._score, kind: message}
+        info = {"success": False, "score": self.score, kind: message}
         return StepResult(message, 0.0, False, False, info)
 
     def _call(self, method: str, path: str, **fields: Any) -> Any:

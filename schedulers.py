@@ -34,9 +34,8 @@ With the growing horizon instead of the fixed one, the paper's 7B model improves
 TextCraft, from 92.2 to 96.7 % on BabyAI and from 50.5 to 57.0 % on SciWorld. The success rates on
 the right are single runs on 400 questions, where differences of two points are noise.
 
-The horizon depends only on the step number (`rounds_at`), and the only state is the number of
-finished steps. A resumed run therefore has the same horizons as an uninterrupted one. Steps and
-rounds are integers counted from 1.
+The horizon depends only on the step number. A resumed run therefore has the same horizons as an
+uninterrupted one. Steps and rounds are integers counted from 1.
 
 Run:   python train.py --env textcraft --rounds-scheduler scaling_inter_stepwise \\
            --rounds 10 20 30 --steps-scaling-inter 100
@@ -45,119 +44,30 @@ Read next: rollout.py, which plays the episodes. Lesson: tutorials/04_horizon.md
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 
-class RoundsScheduler(ABC):
-    """Counts finished steps; a subclass defines how many rounds each step allows.
+def rounds_at(step: int, rounds: Sequence[int], steps_scaling_inter: int) -> int:
+    """Maximum number of turns in training step `step` (1, 2, ...). A fixed horizon is a schedule
+    with a single entry.
 
-    `train.py` calls `rounds_at`. In your own loop:
-
-    >>> scheduler = StepRoundsScheduler(steps_scaling_inter=2, rounds=[10, 20, 30])
-    >>> horizons = []
-    >>> for _ in range(6):
-    ...     horizons.append(scheduler.get_rounds())  # cap for the coming step
-    ...     scheduler.step()                         # the step is finished
-    >>> horizons
+    >>> [rounds_at(step, [10, 20, 30], 100) for step in (1, 100, 101, 200, 201, 5000)]
     [10, 10, 20, 20, 30, 30]
     """
-
-    def __init__(self) -> None:
-        self.global_steps = 0  # finished steps; the next one has number global_steps + 1
-
-    @abstractmethod
-    def rounds_at(self, step: int) -> int:
-        """Maximum number of turns in training step `step` (1, 2, ...); ValueError if step < 1."""
-
-    def get_rounds(self) -> int:
-        """Maximum number of turns in the coming step."""
-        return self.rounds_at(self.global_steps + 1)
-
-    def step(self) -> None:
-        """Count one more finished training step."""
-        self.global_steps += 1
-
-    def set_global_steps(self, num_steps: int) -> None:
-        """Set the number of finished steps when a run is resumed; ValueError if it is negative."""
-        if num_steps < 0:
-            raise ValueError(f"set_global_steps({num_steps!r}): expected an integer >= 0")
-        self.global_steps = num_steps
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of finished steps. The rounds are options of the run and are not saved."""
-        return {"global_steps": self.global_steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the step at which `state_dict()` was called."""
-        self.set_global_steps(state["global_steps"])
+    phase = (step - 1) // steps_scaling_inter  # ⌊(t − 1) / Δ⌋
+    return rounds[min(phase, len(rounds) - 1)]
 
 
-class FixedRoundsScheduler(RoundsScheduler):
-    """The same maximum number of turns at every step."""
-
-    def __init__(self, rounds: int) -> None:
-        super().__init__()
-        self.rounds = _check_rounds([rounds])[0]
-
-    def rounds_at(self, step: int) -> int:
-        _check_step(step)
-        return self.rounds
-
-
-class StepRoundsScheduler(RoundsScheduler):
-    """ScalingInter-RL: move to the next entry of `rounds` every `steps_scaling_inter` steps.
-
-    >>> scheduler = StepRoundsScheduler(steps_scaling_inter=100, rounds=[10, 20, 30])
-    >>> [scheduler.rounds_at(step) for step in (1, 100, 101, 200, 201, 5000)]
-    [10, 10, 20, 20, 30, 30]
-    >>> StepRoundsScheduler(100, [30, 20, 10], any_order=True).rounds_at(101)
-    20
-
-    Raises ValueError if `rounds` is empty, decreases (unless `any_order`) or has an entry below 1,
-    or if `steps_scaling_inter` is below 1.
-    """
-
-    def __init__(
-        self, steps_scaling_inter: int, rounds: Sequence[int], any_order: bool = False
-    ) -> None:
-        super().__init__()
-        if steps_scaling_inter < 1:
-            raise ValueError(
-                f"--steps-scaling-inter {steps_scaling_inter} must be an integer >= 1: "
-                "it is the number of training steps with the same horizon"
-            )
-        self.steps_scaling_inter = steps_scaling_inter  # Δ
-        self.rounds = _check_rounds(rounds, any_order)  # h¹ ≤ h² ≤ … ≤ hⁿ
-
-    def rounds_at(self, step: int) -> int:
-        _check_step(step)
-        phase = (step - 1) // self.steps_scaling_inter  # ⌊(t − 1) / Δ⌋
-        return self.rounds[min(phase, len(self.rounds) - 1)]
-
-
-def make_scheduler(kind: str, rounds: Sequence[int], steps_scaling_inter: int) -> RoundsScheduler:
-    """The scheduler for `--rounds-scheduler KIND --rounds ... --steps-scaling-inter N`."""
-    if kind != "fixed":
-        return StepRoundsScheduler(steps_scaling_inter, rounds, any_order=kind == "stepwise")
-    if len(_check_rounds(rounds)) > 1:
-        flags = f"--rounds {' '.join(map(str, rounds))} with --rounds-scheduler fixed"
-        raise ValueError(f"{flags}: give one number, or choose scaling_inter_stepwise")
-    return FixedRoundsScheduler(rounds[0])
-
-
-def _check_rounds(rounds: Sequence[int], any_order: bool = False) -> tuple[int, ...]:
-    if not rounds:
-        raise ValueError("--rounds is empty; give at least one number of turns")
+def check_schedule(kind: str, rounds: Sequence[int]) -> None:
+    """Raise ValueError if --rounds does not fit `--rounds-scheduler KIND`."""
     flags = f"--rounds {' '.join(map(str, rounds))}"
-    if min(rounds) < 1:
-        raise ValueError(f"{flags} must be integers >= 1: an episode needs at least one turn")
-    if list(rounds) != sorted(rounds) and not any_order:
+    if not rounds or min(rounds) < 1:
+        raise ValueError(f"{flags}: give one or more integers >= 1; an episode needs a turn")
+    if kind == "fixed" and len(rounds) > 1:
+        hint = "give one number, or choose scaling_inter_stepwise"
+        raise ValueError(f"{flags} with --rounds-scheduler fixed: {hint}")
+    if kind != "fixed" and len(rounds) == 1:
+        raise ValueError(f"{flags} never changes; give --rounds several values")
+    if kind == "scaling_inter_stepwise" and list(rounds) != sorted(rounds):
         reason = "ScalingInter-RL only widens the horizon (stepwise takes any order)"
         raise ValueError(f"{flags} must not decrease; {reason}")
-    return tuple(rounds)
-
-
-def _check_step(step: int) -> None:
-    if step < 1:
-        raise ValueError(f"rounds_at({step!r}): training steps are integers counted from 1")

@@ -51,6 +51,7 @@ import torch
 from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
 from batching import Batch, anchors_of, make_batch
 from config import (
+    GROUP_ALGORITHMS,
     Config,
     Misuse,
     Objective,
@@ -82,12 +83,11 @@ from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
 from scale.sync import require_own_weights
-from schedulers import make_scheduler
+from schedulers import rounds_at
 from trajectory import RolloutHandler, are_equal, returns_by_group
 from update import (
     Learner,
     imitate,
-    padding_of,
     score_critic,
     score_policy,
     update_critic,
@@ -141,7 +141,7 @@ def train(config: Config) -> Run:
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch) | w.penalize_length(batch, usable)
                     metrics |= w.anchor(batch, usable)
-                    batch.advantages, batch.returns = ESTIMATORS[c.algorithm].estimate(batch, c)
+                    batch.advantages, batch.returns = ESTIMATORS[c.algorithm](batch, c)
                     if w.teacher is not None:
                         gap = masked_mean(batch.advantages, batch.loss_mask)
                         metrics["policy/teacher_kl"] = -float(gap)
@@ -157,7 +157,6 @@ def train(config: Config) -> Run:
                     num_trained = int(batch.lengths.sum()) * c.ppo_epochs
                     seconds = max(clock.values["time/update_s"], 1e-9)
                     clock.values["update/tokens_per_s"] = num_trained / seconds
-                    clock.values["update/padding_share"] = padding_of(batch, objective, seed=step)
 
                     # ----------------------------------------------------------------------- 6 sync
                     with clock("time/sync_s"):
@@ -232,7 +231,7 @@ def select(
     of returns. The loss is then a mean over what remains, as if nothing else had been played.
     """
     usable = [t for t in trajectories if t.is_valid]
-    needs_group = ESTIMATORS[config.algorithm].needs_group
+    needs_group = config.algorithm in GROUP_ALGORITHMS
     if needs_group:
         size = Counter(t.group_id for t in usable)
         usable = [t for t in usable if size[t.group_id] > 1]
@@ -298,7 +297,6 @@ class RLWorker(Worker):
         teacher        for distillation: scores the policy's tokens
         reference      a frozen copy of the initial policy; with LoRA, the policy without its
                        adapters, so --reset-adapter-every moves it
-        schedulers     one per environment: how many turns the agent may take at step t
         kl_controller  the weight of the KL penalty in the reward, fixed or adaptive
         task_outcomes  with --task-sampling uncertain: how often each task was solved
 
@@ -318,10 +316,6 @@ class RLWorker(Worker):
                 "processes, because each one rolls out the same number of tasks"
             )
         super().__init__(config, run, stack, stop)
-        self.schedulers = {
-            env_name(c.env): make_scheduler(c.rounds_scheduler, c.rounds, c.steps_scaling_inter)
-            for c in config_per_env(config)
-        }
         self.kl_controller = KLController(config.kl_coef, config.kl_target)
         self.task_outcomes: TaskOutcomes | None = None
         self.stateful = {"kl_controller": self.kl_controller}
@@ -366,7 +360,10 @@ class RLWorker(Worker):
 
     def rounds_at(self, step: int) -> dict[str, int]:
         """Environment name -> maximum number of turns at this step."""
-        return {env: scheduler.rounds_at(step) for env, scheduler in self.schedulers.items()}
+        return {
+            env_name(c.env): rounds_at(step, c.rounds, c.steps_scaling_inter)
+            for c in config_per_env(self.config)
+        }
 
     def epoch_of(self, step: int) -> float:
         """Passes over the tasks after a step; with several environments, the minimum over them."""

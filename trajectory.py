@@ -43,6 +43,7 @@ TOKEN_FIELDS = (*LIST_FIELDS, "weight_version")
 DIGITS = 7  # significant digits in files
 # Computed from the other fields, for listing trajectories.
 DERIVED_FIELDS = ("return", "num_turns", "num_tokens", "parse_errors", "advantage")
+UNSAVED = ("next_kind", "num_cut_turns", "_prompts")  # fields that are not written to files
 
 
 def returns_by_group(trajectories: Iterable[Trajectory]) -> dict[int, list[float]]:
@@ -108,7 +109,7 @@ class Trajectory:
     used_in_loss: bool = False
     error: str | None = None  # message of the failure, for stop reasons in LOST
     first_state: dict[str, Any] | None = None  # before the first turn; set by --record-state
-    _next_kind: str = field(default="act", repr=False)
+    next_kind: str = field(default="act", repr=False)  # of the turn that the policy writes next
 
     @property
     def num_acts(self) -> int:
@@ -116,18 +117,10 @@ class Trajectory:
         latest = takewhile(lambda turn: turn.kind != "reflect", reversed(self.turns))
         return sum(turn.kind == "act" for turn in latest)
 
-    @property
-    def next_kind(self) -> str:
-        """The kind of the turn that the policy writes next."""
-        return self._next_kind
-
-    def expect(self, kind: str) -> None:
-        self._next_kind = kind
-
     def resume(self, kind: str) -> None:
         """Go on after the end of an attempt, with a turn of another kind."""
         self.stop_reason, self.terminated, self.truncated = None, False, False
-        self.expect(kind)
+        self.next_kind = kind
 
     def stop(self, reason: str, success: bool = False) -> None:
         """End the trajectory: `terminated` if the task is over, `truncated` if it was cut short."""
@@ -148,7 +141,7 @@ class Trajectory:
     def to_line(self) -> dict[str, Any]:
         """One line of `trajectories/*.jsonl` as a dict: short fields, then messages and turns, then
         token lists (null if the trajectory has no tokens)."""
-        line = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        line = {name: value for name, value in vars(self).items() if name not in UNSAVED}
         line |= {name: line.get(name) for name in TOKEN_FIELDS}
         texts = {"messages": line.pop("messages"), "turns": [asdict(turn) for turn in self.turns]}
         texts["first_state"] = line.pop("first_state")
@@ -189,7 +182,7 @@ class RolloutHandler(Trajectory):
     advantages: list[float] | None = None
     # (length, hash) of each prompt sent
     _prompts: list[tuple[int, int]] = field(default_factory=list, repr=False)
-    _num_cut_turns: int = field(default=0, repr=False)  # at a token limit, not at a stop token
+    num_cut_turns: int = field(default=0, repr=False)  # at a token limit, not at a stop token
 
     def start(self, chat: ChatTemplate, prompt: list[dict[str, Any]], observation: str) -> None:
         """Begin the sequence with the environment's prompt and first observation."""
@@ -229,7 +222,7 @@ class RolloutHandler(Trajectory):
             self._append([chat.end_of_turn])
         self.messages.append({"role": "assistant", "content": turn.action_text})
         self.turns.append(turn)
-        self._num_cut_turns += token_ids[-1] not in chat.stop_token_ids
+        self.num_cut_turns += token_ids[-1] not in chat.stop_token_ids
         return turn
 
     def next_prompt(self) -> list[int]:
@@ -253,10 +246,6 @@ class RolloutHandler(Trajectory):
     def stop(self, reason: str, success: bool = False) -> None:
         super().stop(reason, success)
         self.check()
-
-    @property
-    def num_cut_turns(self) -> int:
-        return self._num_cut_turns
 
     @property
     def is_valid(self) -> bool:

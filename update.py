@@ -39,7 +39,6 @@ from batching import (
     TOKENS_PER_TRAJECTORY,
     Batch,
     cut_micro_batches,
-    padding_share,
     row_weights,
 )
 from config import Objective
@@ -163,18 +162,6 @@ def _rank_passes(
     limit, share = objective.max_tokens_per_micro_batch, objective.share_prefix
     cuts = cut_micro_batches(batch, rows, limit, share, distributed.world_size())
     return distributed.rank_passes(cuts, [int(batch.lengths[micro].sum()) for micro in cuts])
-
-
-def padding_of(batch: Batch, objective: Objective, seed: int = 0) -> float:
-    """Share of padding in the micro-batches of `optimize`, 0..1; packed rows have no padding."""
-    objective = decide_sharing(objective, batch)
-    if objective.share_prefix:
-        return 0.0
-    limit, ranks = objective.max_tokens_per_micro_batch, distributed.world_size()
-    cuts: list[list[int]] = []
-    for rows in _mini_batches(batch, objective, seed):
-        cuts += cut_micro_batches(batch, rows, limit, num_ranks=ranks)
-    return padding_share(batch.lengths.tolist(), cuts)
 
 
 # --------------------------------------------------------------------------------------- the policy

@@ -128,7 +128,6 @@ TIMINGS: dict[str, str] = {
     "rollout/generated_tokens_per_s": "sampled tokens per second of the rollout (tokens/s)",
     "rollout/engine_idle_share": "share of the rollout's time in which the sampler was idle (0..1)",
     "update/tokens_per_s": "tokens per second of the update, without padding (tokens/s)",
-    "update/padding_share": "share of padding in the update's batches; 0 if packed (0..1)",
     "sync/bytes": "size of the weights sent to the sampler (bytes)",
     "memory/peak_bytes": "largest peak memory of rank 0 in any phase of the step (bytes)",
     "memory/rollout_bytes": "peak memory of rank 0 (its GPU or process) in the rollout (bytes)",

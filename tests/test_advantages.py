@@ -263,20 +263,18 @@ def test_the_table_gives_each_estimator_what_it_needs():
     batch.anchor_ids = anchors
     batch.old_log_probs, batch.teacher_log_probs = values, 2 * values
     expected = {
-        "distill": (distill(values, 2 * values, mask), False, False),
-        "gigpo": (gigpo(rewards, mask, groups, anchors, 0.9), True, False),
-        "grpo": (grpo(rewards, mask, groups), True, False),
-        "ppo": (gae(rewards, values, mask, 0.9, 0.8), False, True),
-        "rloo": (rloo(rewards, mask, groups), True, False),
-        "reinforce_plus_plus": (reinforce_plus_plus(rewards, mask, 0.9), False, False),
+        "distill": distill(values, 2 * values, mask),
+        "gigpo": gigpo(rewards, mask, groups, anchors, 0.9),
+        "grpo": grpo(rewards, mask, groups),
+        "ppo": gae(rewards, values, mask, 0.9, 0.8),
+        "rloo": rloo(rewards, mask, groups),
+        "reinforce_plus_plus": reinforce_plus_plus(rewards, mask, 0.9),
     }
     assert ESTIMATORS.keys() == expected.keys()
-    for name, (numbers, needs_group, needs_critic) in expected.items():
-        estimator = ESTIMATORS[name]
-        assert (estimator.needs_group, estimator.needs_critic) == (needs_group, needs_critic)
-        actual = estimator.estimate(batch, replace(Config(), gamma=0.9, lam=0.8))
+    for name, numbers in expected.items():
+        actual = ESTIMATORS[name](batch, replace(Config(), gamma=0.9, lam=0.8))
         assert all(torch.equal(x, y) for x, y in zip(actual, numbers, strict=True))
-    unscaled = ESTIMATORS["grpo"].estimate(batch, replace(Config(), scale_by_std=False))
+    unscaled = ESTIMATORS["grpo"](batch, replace(Config(), scale_by_std=False))
     assert torch.equal(unscaled[0], grpo(rewards, mask, groups, scale_by_std=False)[0])
 
 
@@ -371,7 +369,7 @@ def test_every_estimator_names_the_token_it_refuses(name, token_rewards, loss_ma
     )
     batch.anchor_ids = torch.zeros_like(loss_mask)
     with pytest.raises(ValueError, match=message):
-        ESTIMATORS[name].estimate(batch, Config())
+        ESTIMATORS[name](batch, Config())
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo])

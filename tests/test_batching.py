@@ -16,7 +16,6 @@ from batching import (
     cut_micro_batches,
     make_batch,
     opening_length,
-    padding_share,
 )
 from envclient import StepResult
 from trajectory import RolloutHandler, Turn
@@ -114,11 +113,6 @@ def test_micro_batches_hold_each_row_once_and_as_many_rows_as_the_limits_allow(c
     assert [lengths[row] for rows in cuts for row in rows] == sorted(lengths, reverse=True)
     assert all(fits(rows) or len(rows) == 1 for rows in cuts)
     assert not any(fits([*rows, following[0]]) for rows, following in pairwise(cuts))
-
-
-def test_the_share_of_padding_is_over_the_tokens_of_all_micro_batches():
-    assert padding_share([4, 3, 2], [[0, 1], [2]]) == pytest.approx(1 / 10)
-    assert padding_share([], []) == 0.0
 
 
 def fields_of(batch: Batch, row: int) -> list:

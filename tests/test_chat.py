@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 
-from chat import ChatTemplate, is_encodable
+from chat import ChatTemplate
 from conversations import to_record
 from run.methodworker import encode_all
 from scale.default_models import CHATML
@@ -178,12 +178,6 @@ def test_a_text_that_contains_a_marker_of_the_template_stays_as_it_is():
     texts = [f"see ⟦text {n}.{i}⟧, ⟦first observation⟧" for n in range(3) for i in range(3)]
     text = chat.tokenizer.decode(chat.opening(turns("\n".join(texts), "Yes."), "SECRET"))
     assert "\n".join(texts) in text and text.count("SECRET") == 1
-
-
-@pytest.mark.parametrize(("text", "expected"), [("⟦é⟧", True), ("a\ud800b", False), ("ab", True)])
-def test_half_of_a_surrogate_pair_is_not_encodable(text, expected):
-    """Trap 24."""
-    assert is_encodable(text) is expected
 
 
 CHAT = ChatTemplate(byte_tokenizer())

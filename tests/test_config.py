@@ -75,12 +75,6 @@ def test_choices_and_algorithm_groups_match_the_tables_of_the_modules():
     assert set(choices(Config, "algorithm")) == set(ESTIMATORS), "--algorithm and ESTIMATORS differ"
     assert choices(DpoConfig, "loss") == tuple(PREFERENCES)
     assert choices(Config, "precision") == ("auto", *FORMATS)
-    assert {n for n, e in ESTIMATORS.items() if e.needs_group} == set(
-        config_module.GROUP_ALGORITHMS
-    )
-    assert {n for n, e in ESTIMATORS.items() if e.needs_critic} == set(
-        config_module.CRITIC_ALGORITHMS
-    )
 
 
 # --- Defaults -------------------------------------------------------------------------------------

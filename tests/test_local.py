@@ -16,7 +16,7 @@ from envclient import (
     UnknownTask,
     connect,
 )
-from envs.local import LOCAL, check_local
+from envs.local import LOCAL
 from envs.sessions import MAX_BODY_BYTES
 
 
@@ -125,9 +125,3 @@ def test_closing_a_session_waits_for_its_running_call():
         Slow.may_continue.set()
         closing.result(10)
         assert step.result(10).reward == 0.5
-
-
-def test_an_environment_that_needs_a_server_is_a_clear_error():
-    with pytest.raises(ValueError, match="sciworld needs a server"):
-        check_local("sciworld")
-    check_local("babyai")

@@ -179,49 +179,6 @@ def test_the_value_clip_stops_only_steps_towards_the_target(value, loss, gradien
     assert actual.clip_frac.item() == (gradient == 0.0), reason
 
 
-# --------------------------------------------------------- the same result for every split
-def split_losses(batch, slices, denominator, dtype, by_sequence=False):
-    """Loss, gradient and metrics accumulated over micro-batches of rows."""
-    new, old, advantages, loss_mask = batch
-    log_probs = new.clone().requires_grad_()
-    values = advantages.clone().requires_grad_()
-    sums = torch.zeros(9, dtype=dtype)
-    for s in slices:
-        policy = policy_loss(
-            log_probs[s],
-            old[s],
-            advantages[s],
-            loss_mask[s],
-            denominator=denominator,
-            by_sequence=by_sequence,
-        )
-        value = value_loss(values[s], old[s], new[s], loss_mask[s], denominator=denominator)
-        kl = masked_mean(kl_estimate(log_probs[s], old[s], "k3"), loss_mask[s], denominator)
-        count = masked_mean(torch.ones_like(new[s]), loss_mask[s], denominator)
-        (policy.loss + value.loss + kl).backward()
-        sums += torch.stack([*policy, *value, kl, count]).detach()
-    return sums, torch.cat([log_probs.grad, values.grad])
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.lists(st.integers(1, 5), max_size=4, unique=True), st.booleans())
-def test_trap_14_the_loss_does_not_depend_on_how_a_mini_batch_is_split(seed, cuts, by_sequence):
-    """Trap 14: with a mean per micro-batch, the memory setting would change the training."""
-    batch = random_batch(seed, dtype=torch.float32)
-    loss_mask = batch[3]
-    loss_mask[0] = 0  # a row, perhaps a full micro-batch, without policy tokens
-    loss_mask[1, 0] = 1
-    tokens = float(loss_mask.sum())
-    bounds = [0, *sorted(cuts), 6]
-    slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-    whole = [slice(0, 6)]
-    expected, expected_gradient = split_losses(batch, whole, tokens, torch.float32, by_sequence)
-    actual, actual_gradient = split_losses(batch, slices, tokens, torch.float32, by_sequence)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-6, rtol=1e-6)
-    assert actual[-1].item() == pytest.approx(1.0)
-
-
 # --------------------------------------------------------------- garbage on masked tokens
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("name", ["policy", "value", "k1", "k2", "k3"])
@@ -269,18 +226,6 @@ def test_nan_on_a_policy_token_gives_a_nan_loss_and_no_error(position):
 
 
 # ------------------------------------------------------------------------------ gradients
-def test_gradients_match_finite_differences():
-    new, old, advantages, loss_mask = random_batch(seed=1, rows=2, length=5)
-    new.requires_grad_()
-    weights = torch.rand_like(old)
-    check = torch.autograd.gradcheck
-    assert check(lambda x: policy_loss(x, old, advantages, loss_mask, 0.2, 7, weights).loss, new)
-    assert check(lambda x: value_loss(x, old, advantages, loss_mask, 0.3, 7).loss, new)
-    for estimator in ("k1", "k2", "k3"):
-        assert check(lambda x, e=estimator: kl_estimate(x, old, e, loss_mask), new)
-    assert check(entropy_from_logits, torch.randn(3, 7, dtype=torch.float64, requires_grad=True))
-
-
 def test_the_gradient_flows_only_through_the_current_policy_and_critic():
     batch = random_batch()
     current, old, targets = (x.clone().requires_grad_() for x in batch[:3])
@@ -370,14 +315,6 @@ def test_forbidden_tokens_have_no_entropy_and_no_gradient():
     entropy.sum().backward()
     assert entropy.item() == pytest.approx(math.log(2))
     assert logits.grad.isfinite().all()
-
-
-# ------------------------------------------------------------------- sampler correction
-def test_sampler_weights_are_truncated_from_above_only():
-    actual = sampler_is_weights(
-        log(0.5, 0.5, 0.1, 0.5), log(0.4, 0.01, 0.5, 0.1), torch.tensor([[1, 1, 1, 0]]), 2
-    )
-    assert actual[0].tolist() == pytest.approx([1.25, 2.0, 0.2, 0.0])
 
 
 # ------------------------------------------------------------- the loss of an optimizer step

@@ -1,7 +1,7 @@
 """reporting/metrics.py: only defined names are logged, resumed logs are exact, and means are over
 valid trajectories."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,44 +18,23 @@ from reporting.metrics import (
     summarize_trajectories,
 )
 from run import progress
+from trajectory import RolloutHandler, Turn
+
+MASK = [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]  # prompt, action, observation, action
 
 
-@dataclass(frozen=True)
-class Turn:
-    parse_error: str | None = None
-    action_span: tuple[int, int] = (0, 0)
-    kind: str = "act"
+def trajectory(group_id, total_return, stop_reason="failure", turns=2, mask=MASK, env="textcraft"):
+    """A trajectory whose last turn earns the return."""
+    t = RolloutHandler("t", 1, env, "task", "", group_id, 0, 9)
+    t.input_ids, t.loss_mask, t.rollout_log_probs = [*range(len(mask))], mask, [0.0] * len(mask)
+    t.turns = [Turn((0, 0), "") for _ in range(turns)]
+    t.turns[-1].reward, t.used_in_loss = total_return, True
+    t.stop(stop_reason, success=stop_reason == "success")
+    return t
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """The fields of RolloutHandler that the summary reads."""
-
-    group_id: int
-    total_return: float
-    stop_reason: str = "failure"
-    env: str = "textcraft"
-    # Prompt, action, observation, action.
-    loss_mask: tuple[int, ...] = (0,) * 3 + (1,) * 2 + (0,) * 2 + (1,) * 3
-    turns: tuple[Turn, ...] = (Turn(), Turn())
-    used_in_loss: bool = True
-    is_valid: bool = True
-    num_cut_turns: int = 0
-    input_ids: tuple[int, ...] = field(default=tuple(range(10)))
-
-    @property
-    def success(self) -> bool:
-        return self.stop_reason == "success"
-
-
-LOST = Trajectory(
-    *(0, 0.0, "env_error"),
-    loss_mask=(0,) * 500,
-    turns=(Turn("x"),) * 9,
-    used_in_loss=False,
-    is_valid=False,
-    input_ids=tuple(range(500)),
-)
+LOST = trajectory(0, 0.0, "env_error", turns=9, mask=[0] * 500)
+LOST.turns[0].parse_error, LOST.used_in_loss = "x", False
 
 
 # ------------------------------------------------------------- summarize_trajectories
@@ -63,7 +42,7 @@ LOST = Trajectory(
 
 def test_every_step_has_metrics_for_every_environment_of_the_run():
     """Even a step in which all trajectories of one environment were lost."""
-    trajectories = [Trajectory(0, 1.0, "success", env="textcraft"), replace(LOST, env="babyai")]
+    trajectories = [trajectory(0, 1.0, "success"), replace(LOST, env="babyai")]
     summary = summarize_trajectories(trajectories, ["textcraft", "babyai"])
     assert summary["train/return_mean/textcraft"] == 1.0
     assert summary["train/return_mean/babyai"] is None
@@ -73,11 +52,14 @@ def test_every_step_has_metrics_for_every_environment_of_the_run():
 
 def test_the_summary_of_a_hand_worked_step():
     trajectories = [
-        Trajectory(0, 1.0, "success"),
-        Trajectory(0, 0.5, "max_rounds", turns=(Turn(), Turn("no Action: line"), Turn(), Turn())),
-        Trajectory(1, 0.0, "failure", num_cut_turns=2),
-        Trajectory(1, 0.0, "length", loss_mask=(0, 1, 0, 0, 0, 0, 0, 0, 0, 0), used_in_loss=False),
+        trajectory(0, 1.0, "success"),
+        trajectory(0, 0.5, "max_rounds", turns=4),
+        trajectory(1, 0.0),
+        trajectory(1, 0.0, "length", mask=[0, 1, *[0] * 8]),
     ]
+    trajectories[1].turns[1].parse_error = "no Action: line"
+    trajectories[2].num_cut_turns = 2
+    trajectories[3].used_in_loss = False
     summary = summarize_trajectories(trajectories)
     expected = {
         "return_mean": 1.5 / 4,
@@ -102,18 +84,18 @@ def test_the_summary_of_a_hand_worked_step():
 
 def test_repeated_tokens_are_counted_within_each_turn():
     """One turn loops over two tokens, the other has four different ones; counts are summed."""
-    ids = (1, 2, *[7, 8] * 6, 20, 21, 22, 23)
-    turns = (Turn(action_span=(2, 14)), Turn(action_span=(14, 18)))
-    looping = Trajectory(0, 0.0, turns=turns, input_ids=ids)
+    looping = trajectory(0, 0.0)
+    looping.input_ids = [1, 2, *[7, 8] * 6, 20, 21, 22, 23]
+    looping.turns = [Turn((2, 14), ""), Turn((14, 18), "")]
     summary = summarize_trajectories([looping])
     assert summary["train/repeated_token_rate"] == 10 / 16
     assert summary["train/turn_tokens_median"] == (12 + 4) / 2
-    assert summarize_trajectories([Trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
+    assert summarize_trajectories([trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
 
 
 def test_a_trajectory_lost_to_infrastructure_changes_no_mean_and_is_counted():
     """Trap 5: a dead server must not look like a weak policy."""
-    valid = [Trajectory(0, 1.0, "success"), Trajectory(0, 0.0)]
+    valid = [trajectory(0, 1.0, "success"), trajectory(0, 0.0)]
     summary = summarize_trajectories(valid)
     summary_with_lost = summarize_trajectories([*valid, LOST, LOST])
     for name in summary:

@@ -131,22 +131,6 @@ def test_gradients_are_those_of_a_softmax_over_all_logits(lm, input_ids, head_ch
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_padding_with_any_id_changes_nothing(lm, input_ids):
-    policy = PolicyModel(lm)
-    alone = [
-        policy(input_ids[row : row + 1, :n], MASK[row : row + 1, :n])
-        for row, n in enumerate((9, 6, 5))
-    ]
-    for pad_id in (0, 39):
-        padded_ids = input_ids.clone()
-        padded_ids[1, 6:], padded_ids[2, 5:] = pad_id, pad_id
-        log_probs, entropy = policy(padded_ids, MASK)
-        for row, n in enumerate((9, 6, 5)):
-            torch.testing.assert_close(log_probs[row, :n], alone[row][0][0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(entropy[row, :n], alone[row][1][0], atol=1e-5, rtol=1e-5)
-            assert log_probs[row, n:].abs().sum() == entropy[row, n:].abs().sum() == 0
-
-
 # ----------------------------------------------------------------------------------- critic
 
 

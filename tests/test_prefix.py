@@ -1,16 +1,11 @@
 """scale/prefix.py: prefix sharing only changes the amount of computation."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from batching import Batch, cut_micro_batches
-from config import Objective
-from models import load_policy, tree_attention
-from scale.default_models import resolve_model
+from batching import Batch
+from models import tree_attention
 from scale.prefix import pack
-from update import forward_policy
 
 
 def make(openings: list[list[int]], tails: list[list[list[int]]]) -> Batch:
@@ -30,16 +25,6 @@ def make(openings: list[list[int]], tails: list[list[list[int]]]) -> Batch:
     lengths = torch.tensor([len(r) for r in rows])
     zeros = torch.zeros_like(mask)
     return Batch(ids, mask, zeros, zeros, lengths, torch.tensor(groups))
-
-
-@pytest.fixture(scope="module")
-def batch() -> Batch:
-    torch.manual_seed(1)
-
-    def ids(n: int) -> list[int]:
-        return torch.randint(3, 1000, (n,)).tolist()
-
-    return make([ids(23), ids(9)], [[ids(n) for n in (7, 1, 12, 4)], [ids(n) for n in (5, 5, 30)]])
 
 
 def test_a_small_group_as_a_packed_row() -> None:
@@ -84,39 +69,3 @@ def test_attention_that_is_not_plain_is_refused(name: str) -> None:
         tree_attention(None, x, x, x, None, **{name: 2})
     with pytest.raises(ValueError, match="a mask"):
         tree_attention(None, x, x, x, torch.ones(3, 3))
-
-
-def outcome(
-    policy: torch.nn.Module, batch: Batch, objective: Objective
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Log-probs, entropies and the gradients of a weighted sum of both."""
-    policy.zero_grad()
-    log_probs = torch.zeros(batch.loss_mask.shape)
-    entropies = torch.zeros(batch.loss_mask.shape)
-    weights = torch.linspace(-1, 1, batch.loss_mask.numel()).view(batch.loss_mask.shape)
-    for rows in cut_micro_batches(
-        batch, range(len(batch)), objective.max_tokens_per_micro_batch, objective.share_prefix
-    ):
-        part = batch.rows(rows)
-        lp, entropy = forward_policy(policy, part, objective, "cpu")
-        width = lp.shape[1]
-        (lp * weights[rows, :width] + 0.1 * entropy).sum().backward()
-        log_probs[rows, :width], entropies[rows, :width] = lp.detach(), entropy.detach()
-    return log_probs, entropies, [p.grad.clone() for p in policy.parameters()]
-
-
-@pytest.mark.parametrize("max_tokens", [40, 10_000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_gradients_equal_the_unshared_path(
-    batch: Batch, max_tokens: int, temperature: float
-) -> None:
-    policy = load_policy(resolve_model("tiny"))
-    shared = Objective(max_tokens_per_micro_batch=max_tokens, temperature=temperature)
-    a = outcome(policy, batch, shared)
-    b = outcome(policy, batch, replace(shared, share_prefix=False))
-    torch.testing.assert_close(a[0], b[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(a[1], b[1], rtol=0, atol=1e-4)
-    assert (a[0] != 0).sum() == batch.loss_mask.sum()
-    scale = max(float(g.abs().max()) for g in b[2])
-    for x, y in zip(a[2], b[2], strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-4 * scale)

@@ -4,17 +4,14 @@ import shutil
 import socket
 
 import pytest
-from made_run import HOSTILE, hostile_line, make_run
+from made_run import HOSTILE, hostile_line
 
 import replay
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("made") / "run")
-
-
-def test_a_path_that_cannot_be_shown_is_reported_in_one_line(run, tmp_path, capsys, monkeypatch):
+def test_a_path_that_cannot_be_shown_is_reported_in_one_line(
+    made_run, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text("[{]")
@@ -22,11 +19,11 @@ def test_a_path_that_cannot_be_shown_is_reported_in_one_line(run, tmp_path, caps
     for argv, message in (
         (["\x1b[31mnowhere"], "⟨U+001B⟩[31mnowhere: no such file"),
         (["empty"], "neither a run"),
-        ([str(run.parent)], "it contains runs: run"),
+        ([str(made_run.parent)], "it contains runs: run"),
         (["bad.json"], "is not JSON"),
         (["notes.txt"], "neither .jsonl"),
-        ([str(run), "--text", "--trajectory", "s000003-t0001-k77"], "s000003-t0001-k00"),
-        ([str(run), "--text", "--file", "step_9"], "has no step_9"),
+        ([str(made_run), "--text", "--trajectory", "s000003-t0001-k77"], "s000003-t0001-k00"),
+        ([str(made_run), "--text", "--file", "step_9"], "has no step_9"),
         (["--text"], "there is no run in runs/"),
     ):
         assert replay.main(argv) == 2
@@ -34,10 +31,10 @@ def test_a_path_that_cannot_be_shown_is_reported_in_one_line(run, tmp_path, caps
         assert message in error and error.count("\n") == 1
 
 
-def test_a_port_in_use_and_a_missing_key_are_misuse(run, capsys):
+def test_a_port_in_use_and_a_missing_key_are_misuse(made_run, capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert replay.main([str(run), "--port", str(port)]) == 2
+        assert replay.main([str(made_run), "--port", str(port)]) == 2
     assert "--port 0 uses a free one" in capsys.readouterr().err
     with pytest.raises(SystemExit) as system_exit:
         replay.main(["--api-base", "http://a", "--api-model", "m", "--api-key-env", "NOSUCH"])
@@ -45,9 +42,9 @@ def test_a_port_in_use_and_a_missing_key_are_misuse(run, capsys):
 
 
 def test_the_terminal_shows_the_newest_run_its_failures_and_a_trajectory(
-    run, tmp_path, monkeypatch, capsys
+    made_run, tmp_path, monkeypatch, capsys
 ):
-    shutil.copytree(run, tmp_path / "runs" / "mine")
+    shutil.copytree(made_run, tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
     assert replay.main(["--text", "--failures", "--file", "step_000001"]) == 0
     output = capsys.readouterr().out

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -13,41 +12,21 @@ from hypothesis import strategies as st
 
 from reporting.compare import compare, format_table, paired_bootstrap
 from reporting.scoring import estimate_share, pass_at_k, summarize
+from trajectory import Trajectory, Turn
 
 
-@dataclass
-class Turn:
-    reward: float = 0.0
-    kind: str = "act"
-
-
-@dataclass
-class Episode:
-    """The fields of a trajectory that scoring.py reads."""
-
-    task_id: str
-    success: bool = False
-    turns: list[Turn] = field(default_factory=lambda: [Turn(), Turn()])
-    stop_reason: str | None = None
-    subtask: str = "depth 1"
-    error: str | None = None
-    env: str = "textcraft"
-
-    @property
-    def num_acts(self):
-        return len(self.turns)
-
-    def __post_init__(self):
-        self.stop_reason = self.stop_reason or ("success" if self.success else "failure")
-
-
-def episode_of(task_id, num_turns, success, **fields):
-    turns = [Turn() for _ in range(num_turns - 1)] + [Turn(1.0 if success else 0.0)]
-    return Episode(task_id, success, turns, **fields)
+def episode_of(task_id, num_turns, success, env="textcraft", subtask="depth 1", stop_reason=None):
+    """An episode whose last turn is rewarded if it is a success."""
+    episode = Trajectory("t", 0, env, task_id, subtask, group_id=0, seed=0, max_rounds=9)
+    episode.turns = [Turn((0, 0), "") for _ in range(num_turns)]
+    episode.turns[-1].reward = float(success)
+    episode.stop(stop_reason or ("success" if success else "failure"), success)
+    return episode
 
 
 def test_sub_tasks_with_the_same_name_in_two_environments_are_two_rows():
-    rows = summarize([Episode("a_0", True, env="a"), Episode("b_0", env="b")], 1)["subtasks"]
+    episodes = [episode_of("a_0", 2, True, "a"), episode_of("b_0", 2, False, "b")]
+    rows = summarize(episodes, 1)["subtasks"]
     shares = {name: row["avg"]["value"] for name, row in rows.items()}
     assert shares == {"a: depth 1": 1.0, "b: depth 1": 0.0}
 
@@ -155,7 +134,8 @@ def test_compare_reports_the_difference_tasks_left_out_and_settings_that_differ(
 
 def test_a_score_above_0_is_not_success():
     """Trap 17: a base 7B model scores in 24.5 % of SciWorld's tasks and completes 1.5 %."""
-    episode = Episode("t_0", success=False, turns=[Turn(0.3), Turn(0.4)], stop_reason="max_rounds")
+    episode = episode_of("t_0", 2, False, stop_reason="max_rounds")
+    episode.turns[0].reward, episode.turns[1].reward = 0.3, 0.4
     overall = summarize([episode], 1)["overall"]
     assert overall["return_mean"] == pytest.approx(0.7)
     assert overall["avg"]["value"] == overall["pass"]["value"] == 0.0
@@ -169,7 +149,7 @@ def test_a_hand_worked_summary_with_unequal_numbers_of_samples():
         episode_of("t_1", 2, True, subtask="depth 2"),
         episode_of("t_1", 4, False, subtask="depth 2"),
         episode_of("t_2", 1, False),
-        episode_of("t_2", 9, False, stop_reason="env_error", error="boom"),
+        episode_of("t_2", 9, False, stop_reason="env_error"),
     ]
     summary = summarize(trajectories, samples=2)
     # The mean is over tasks (1/2, 2/3, 0), not over the 6 episodes.
@@ -198,8 +178,9 @@ def test_lost_trajectories_change_no_number_and_are_reported():
     healthy = [episode_of("t_0", 2, True), episode_of("t_1", 2, False)]
     lost = [
         episode_of("t_0", 1, False, stop_reason="env_error"),
-        episode_of("t_2", 1, False, stop_reason="engine_error", error="http://x: HTTP 500"),
+        episode_of("t_2", 1, False, stop_reason="engine_error"),
     ]
+    lost[1].error = "http://x: HTTP 500"
     summary = summarize([*healthy, *lost], 1)
     assert summary["overall"] == summarize(healthy, 1)["overall"]
     assert summary["lost"] == {
@@ -232,6 +213,7 @@ def test_the_curve_over_turns_uses_the_same_episodes_cut_at_each_horizon():
 
 
 def test_the_cost_of_several_attempts_is_printed():
-    two = Episode("t_0", turns=[Turn(), Turn(kind="reflect"), Turn(), Turn()])
-    text = format_table(summarize([two, Episode("t_1", success=True)], 1, [3]))
+    two = episode_of("t_0", 4, False)
+    two.turns[1].kind = "reflect"
+    text = format_table(summarize([two, episode_of("t_1", 2, True)], 1, [3]))
     assert text.endswith("per episode: attempts 1.5, turns 3.0")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from two_ranks import make_policy
 
 import update
 from batching import Batch, cut_micro_batches
 from config import Objective
-from models import CriticModel, PolicyModel
+from models import CriticModel
 from train import keep_num_steps
 from update import Learner, score_critic, score_policy
 
@@ -25,8 +25,6 @@ WIDE = Objective(
     sampler_is_cap=0.0,
     share_prefix=False,
 )
-OPTIONS = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-HEADS = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +42,6 @@ def learner_of(model, optimizer):
 def share_even_short_prefixes(monkeypatch):
     """The rows here are short, and speed does not matter."""
     monkeypatch.setattr(update, "MIN_SHARED", 0.0)
-
-
-def make_policy(seed=0):
-    torch.manual_seed(seed)
-    return PolicyModel(Qwen2ForCausalLM(Qwen2Config(**OPTIONS, **HEADS, initializer_range=0.3)))
 
 
 def make_critic():
@@ -96,20 +89,11 @@ def values_of(critic, batch, max_tokens=10_000):
 
 
 def policy_step(
-    policy,
-    optimizer,
-    batch,
-    advantages,
-    objective,
-    old_log_probs=None,
-    ref_log_probs=None,
-    seed=0,
-    signal_share=1.0,
+    policy, optimizer, batch, advantages, objective, seed=0, signal_share=1.0, **fields
 ):
     """`update_policy` on the batch with these fields set."""
-    fields = dict(advantages=advantages, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
-    learner = learner_of(policy, optimizer)
-    return update.update_policy(learner, replace(batch, **fields), objective, seed, signal_share)
+    batch = replace(batch, advantages=advantages, **fields)
+    return update.update_policy(learner_of(policy, optimizer), batch, objective, seed, signal_share)
 
 
 def critic_step(critic, optimizer, batch, values, returns, objective):
@@ -147,7 +131,7 @@ def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
     policy.register_forward_hook(lambda module, args, out: visited.extend(args[0][:, 0].tolist()))
     objective = replace(WIDE, ppo_epochs=epochs, mini_batch_size=mini_batch)
     old = log_probs_of(make_policy(), batch)
-    metrics = policy_step(policy, optimizer, batch, advantages, objective, old)
+    metrics = policy_step(policy, optimizer, batch, advantages, objective, old_log_probs=old)
     assert optimizer.num_steps == metrics["policy/optimizer_steps"] == steps
     assert objective.num_optimizer_steps(len(batch)) == steps
     assert sorted(visited) == sorted(batch.input_ids[:, 0].tolist() * epochs)
@@ -175,16 +159,17 @@ def test_skipped_mini_batches_of_the_critic_are_counted(batch, advantages):
 
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 14, 24, 40])
-@pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean"])
+@pytest.mark.parametrize(("loss_agg", "ratio"), [("token-mean", "token"), ("seq-mean", "sequence")])
 def test_any_micro_batch_split_gives_the_same_loss_and_gradient(
-    batch, advantages, max_tokens, share_prefix, loss_agg
+    batch, advantages, max_tokens, share_prefix, loss_agg, ratio
 ):
+    """Trap 14: with a mean per micro-batch, the memory setting would change the training."""
     options = dict(
-        old_log_probs=log_probs_of(make_policy(1), batch),
-        ref_log_probs=log_probs_of(make_policy(2), batch),
+        old_log_probs=log_probs_of(make_policy(seed=1), batch),
+        ref_log_probs=log_probs_of(make_policy(seed=2), batch),
     )
     objective = replace(WIDE, entropy_coef=0.1, kl_loss_coef=0.2, sampler_is_cap=2.0)
-    objective = replace(objective, loss_agg=loss_agg)
+    objective = replace(objective, loss_agg=loss_agg, ratio=ratio)
     split = replace(objective, max_tokens_per_micro_batch=max_tokens, share_prefix=share_prefix)
     assert len(cut_micro_batches(batch, range(len(batch)), max_tokens, share_prefix)) > 1
     expected, expected_metrics = sgd_update(batch, advantages, objective, **options)
@@ -219,7 +204,7 @@ def test_the_gradient_is_that_of_the_equation_and_not_a_mean_of_means(batch, adv
 
 
 def test_kl_and_entropy_are_averaged_like_the_clipped_term_but_logged_by_token(batch, advantages):
-    ref, mask = log_probs_of(make_policy(2), batch), batch.loss_mask
+    ref, mask = log_probs_of(make_policy(seed=2), batch), batch.loss_mask
     means = {}
 
     def loss_of(log_probs, entropy):
@@ -379,7 +364,9 @@ def test_one_token_with_a_huge_ratio_does_not_keep_the_others_from_learning(
     without[row, column] = 0.0
     objective = replace(WIDE, max_grad_norm=1.0)
     expected, _ = sgd_update(batch, without, objective, lr=1e-2, old_log_probs=old)
-    metrics = policy_step(policy, sgd(policy, 1e-2), batch, advantages, objective, old)
+    metrics = policy_step(
+        policy, sgd(policy, 1e-2), batch, advantages, objective, old_log_probs=old
+    )
     torch.testing.assert_close(flat(policy) - flat(make_policy()), expected, atol=1e-6, rtol=1e-4)
     assert ((log_probs_of(policy, batch) - before) * without).sum() > 0
     num_tokens = sum(POLICY_TOKENS)
@@ -468,18 +455,6 @@ def test_leaving_out_groups_without_signal_keeps_the_number_of_steps(batch, adva
     assert metrics["policy/optimizer_steps"] == 2
     torch.testing.assert_close(step, expected, atol=2e-6, rtol=5e-3)
     torch.testing.assert_close(2 * half, expected, atol=2e-6, rtol=5e-3)
-
-
-@pytest.mark.parametrize("max_tokens", [14, 24, 10_000])
-def test_the_reported_padding_is_that_of_the_passes(batch, advantages, max_tokens):
-    """It comes from the cuts of the mini-batches, not from a cut of the full batch."""
-    policy, cells = make_policy(), []
-    policy.register_forward_hook(lambda module, args, out: cells.append(args[0].numel()))
-    objective = replace(WIDE, mini_batch_size=2, max_tokens_per_micro_batch=max_tokens)
-    old = log_probs_of(make_policy(), batch)
-    policy_step(policy, sgd(policy), batch, advantages, objective, old, seed=3)
-    assert update.padding_of(batch, objective, seed=3) == 1 - sum(LENGTHS) / sum(cells)
-    assert update.padding_of(batch, replace(objective, share_prefix=True)) == 0.0
 
 
 def test_a_batch_that_shares_too_little_is_padded_instead(batch, monkeypatch):

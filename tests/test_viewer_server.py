@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
-from made_run import append, hostile_line, make_run
+from made_run import append, hostile_line
 
 from viewer.export import export
 from viewer.server import create_app
@@ -17,14 +17,9 @@ from viewer.sources import NoSource, open_source
 HOST, TOKEN = "127.0.0.1:8610", "0123456789abcdef"
 
 
-@pytest.fixture(scope="module")
-def original_run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("run") / "made")
-
-
 @pytest.fixture
-def run(original_run, tmp_path):
-    return shutil.copytree(original_run, tmp_path / "run")
+def run(made_run, tmp_path):
+    return shutil.copytree(made_run, tmp_path / "run")
 
 
 def client_of(*paths, **options):

@@ -5,9 +5,6 @@ import time
 from functools import reduce
 from operator import getitem
 
-import pytest
-from made_run import make_run
-
 from replay import list_text, trajectory_text
 from trajectory import LIST_FIELDS
 from viewer.overview import summarize_failures
@@ -23,13 +20,8 @@ from viewer.trajectories import (
 )
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("run") / "made")
-
-
-def test_a_line_with_a_field_of_another_type_is_shown_or_skipped_and_counted(run, tmp_path):
-    first, text, *_ = (run / "trajectories/step_000003.jsonl").read_text().splitlines()
+def test_a_line_with_a_field_of_another_type_is_shown_or_skipped_and_counted(made_run, tmp_path):
+    first, text, *_ = (made_run / "trajectories/step_000003.jsonl").read_text().splitlines()
     line, path = json.loads(text), tmp_path / "a.jsonl"
     fields = [(name,) for name in line] + [("turns", 0, name) for name in line["turns"][0]]
     fields += [("messages", 0), ("messages", 0, "role"), ("messages", 0, "content"), ("turns", 0)]
@@ -59,10 +51,10 @@ def test_a_line_with_a_field_of_another_type_is_shown_or_skipped_and_counted(run
         trajectory_text(source, "a", number)
 
 
-def test_a_file_that_changed_is_indexed_again_and_an_incomplete_line_is_ignored(run, tmp_path):
+def test_a_file_that_changed_is_indexed_again_and_an_incomplete_line_is_ignored(made_run, tmp_path):
     """`cp` does not change name and inode, and evaluations of the same tasks have equal size."""
     first, second, *_ = (
-        (run / "trajectories/step_000002.jsonl").read_bytes().splitlines(keepends=True)
+        (made_run / "trajectories/step_000002.jsonl").read_bytes().splitlines(keepends=True)
     )
     path = tmp_path / "a.jsonl"
     path.write_bytes(first)

@@ -73,8 +73,8 @@ CASES = {
 }
 
 
-def make_policy(lora_rank: int = 0) -> PolicyModel:
-    torch.manual_seed(0)
+def make_policy(lora_rank: int = 0, seed: int = 0) -> PolicyModel:
+    torch.manual_seed(seed)
     policy = PolicyModel(Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, initializer_range=0.3)))
     if lora_rank:
         add_lora(policy.lm, lora_rank, seed=1)

@@ -106,6 +106,8 @@ def run_with_vllm(tmp_path, **changes):
         steps=2,
         max_tokens_per_turn=8,
         max_trajectory_tokens=1000,
+        eval_every=2,
+        eval_samples=1,
         **changes,
     )
     del settings["env_addr"]  # every rank also starts an environment server
@@ -118,6 +120,8 @@ def run_with_vllm(tmp_path, **changes):
         assert line["train/trajectories_used"] == 4
         assert line["sampler/log_prob_diff_mean"] < 0.05
         assert line["sync/log_prob_diff_mean"] < 0.05
+    assert "eval/avg" in line
+    assert checkpoint.steps_saved(Path(settings["run_dir"])) == [1, 2]
     first = trajectories(settings["run_dir"], 1)
     return Path(settings["run_dir"]), {t["turns"][0]["action_text"] for t in first}
 
