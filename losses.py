@@ -32,14 +32,13 @@ with numbers worked out by hand. Read next: train.py. The preference loss (DPO) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from batching import Batch
     from config import Objective
 
 MAX_LOG_RATIO = 20.0  # in nats; exp(20) is 5e8, and float32 overflows at exp(89)
@@ -351,53 +350,26 @@ class KLController:
 # --------------------------------------------------------------- the loss of an optimizer step
 
 
-@dataclass(frozen=True)
-class LossInput:
-    """Everything that the loss of a micro-batch is computed from; (B, T) each, except weights."""
-
-    log_probs: Tensor  # with gradient
-    entropy: Tensor  # with gradient
-    old_log_probs: Tensor
-    rollout_log_probs: Tensor
-    ref_log_probs: Tensor | None  # None: no reference policy is used
-    advantages: Tensor
-    loss_mask: Tensor
-    weights: Tensor | None = None  # (B,) weight of each trajectory; None: equal weight per token
-
-
-class LossTerm(NamedTuple):
-    """A term added to the clipped loss: its coefficient times the mean of its function. The log has
-    the mean over tokens."""
-
-    metric: str  # name in the log
-    coefficient: Callable[[Objective], float]
-    function: Callable[[LossInput, Objective], Tensor]  # -> (B, T)
-    always_measured: bool = False  # logged even if its coefficient is 0
-
-
-def kl_to_reference(s: LossInput, objective: Objective) -> Tensor:
-    """KL(π ‖ π_ref) per token, (B, T); with --kl-clamp at most that, without gradient beyond."""
-    assert s.ref_log_probs is not None
-    kl = kl_estimate(s.log_probs, s.ref_log_probs, objective.kl_estimator, s.loss_mask)
-    return kl.clamp(max=objective.kl_clamp or math.inf)
-
-
-# To add a term, write a function, add it here, and add an option in Objective and a glossary entry.
-LOSS_TERMS = [
-    LossTerm("policy/entropy", lambda o: -o.entropy_coef, lambda s, o: s.entropy, True),
-    LossTerm("policy/kl", lambda o: o.kl_loss_coef, kl_to_reference),
-]
-
-
 def policy_objective(
-    s: LossInput, objective: Objective, denominator: float, signal_share: float = 1.0
+    log_probs: Tensor,
+    entropy: Tensor,
+    batch: Batch,
+    objective: Objective,
+    denominator: float,
+    weights: Tensor | None = None,
+    signal_share: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of an RL step on one micro-batch, and its metrics.
+    """The loss of an RL step on one micro-batch, and its metrics. A further term is added to
+    `penalty`; its option belongs in Objective, its metric in the glossary.
 
-        L = share · L_clip + Σ_terms coefficient · mean term
+        L = share · L_clip − c_H · mean H + β · mean KL(π ‖ π_ref)
 
     Args:
+        log_probs, entropy: (B, T) each, of the current policy, with gradient.
+        batch: has advantages. Without old_log_probs, π_old is the current policy; without
+            ref_log_probs, there is no reference.
         denominator: policy tokens in the full mini-batch.
+        weights: (B,) from `batching.row_weights`, for means over trajectories; None: over tokens.
         signal_share: share of the step's policy tokens (with seq-mean: rows) that are in the batch.
             Groups with equal returns are left out of the batch, because their advantages are 0.
             They still count here: if returns differ in only one group of eight, L_clip is scaled by
@@ -406,17 +378,20 @@ def policy_objective(
         The loss, a scalar with gradient, and metrics. Summed over all micro-batches, a metric is a
         mean over policy tokens; metrics whose name begins with "max:" are maxima instead.
     """
-    mask, cap = s.loss_mask, objective.sampler_is_cap
-    is_weights = None
+    mask, cap, is_weights = batch.loss_mask, objective.sampler_is_cap, None
+    old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     if cap:
-        is_weights = sampler_is_weights(s.old_log_probs, s.rollout_log_probs, mask, cap)
-    weights = None if s.weights is None else s.weights[:, None]  # (B, 1)
-    # A positive factor on A scales the token's loss and does not change where the clip is active.
-    advantages = s.advantages if weights is None else s.advantages * weights  # (B, T)
+        is_weights = sampler_is_weights(old_log_probs, batch.rollout_log_probs, mask, cap)
+
+    def weighted(x: Tensor) -> Tensor:
+        return x if weights is None else x * weights[:, None]
+
+    assert batch.advantages is not None
     clipped = policy_loss(
-        s.log_probs,
-        s.old_log_probs,
-        advantages,
+        log_probs,
+        old_log_probs,
+        # A positive factor on A scales the token's loss; the clip stays active in the same places.
+        weighted(batch.advantages),
         mask,
         objective.clip_ratio,
         denominator,
@@ -425,19 +400,9 @@ def policy_objective(
         objective.clip_ratio_high,
         by_sequence=objective.ratio == "sequence",
     )
-    loss, unscaled, terms = clipped.loss * signal_share, clipped.loss, {}
-    for term in LOSS_TERMS:
-        coefficient = term.coefficient(objective)
-        if coefficient or term.always_measured:
-            x = term.function(s, objective)  # (B, T)
-            mean = terms[term.metric] = masked_mean(x, mask, denominator)
-            if coefficient:
-                value = mean if weights is None else masked_mean(x * weights, mask, denominator)
-                loss, unscaled = loss + coefficient * value, unscaled + coefficient * value
-    gap = torch.where(mask.bool(), (s.old_log_probs - s.rollout_log_probs).abs(), 0.0)
+    gap = torch.where(mask.bool(), (old_log_probs - batch.rollout_log_probs).abs(), 0.0)
     metrics = {
-        "policy/loss": unscaled,
-        **terms,
+        "policy/entropy": masked_mean(entropy, mask, denominator),
         "policy/clip_frac": clipped.clip_frac,
         "policy/approx_kl": clipped.approx_kl,
         "policy/dual_clip_frac": clipped.dual_clip_frac,
@@ -447,13 +412,19 @@ def policy_objective(
     }
     if is_weights is not None:
         metrics["sampler/is_weight_mean"] = masked_mean(is_weights, mask, denominator)
-    if s.ref_log_probs is not None:
-        with torch.no_grad():
-            k3 = kl_estimate(s.log_probs, s.ref_log_probs, "k3", mask)  # (B, T)
-            is_clamped = kl_to_reference(s, objective) >= (objective.kl_clamp or math.inf)
-        metrics["max:policy/kl_max"] = k3.max()
-        metrics["policy/kl_clamp_frac"] = masked_mean(is_clamped, mask, denominator)
-    return loss, metrics
+    penalty = torch.zeros_like(clipped.loss)
+    if c_entropy := objective.entropy_coef:
+        penalty = penalty - c_entropy * masked_mean(weighted(entropy), mask, denominator)
+    if (ref := batch.ref_log_probs) is not None:
+        limit = objective.kl_clamp or math.inf  # beyond it, a token's KL has no gradient
+        kl = kl_estimate(log_probs, ref, objective.kl_estimator, mask).clamp(max=limit)  # (B, T)
+        if beta := objective.kl_loss_coef:
+            metrics["policy/kl"] = masked_mean(kl, mask, denominator)
+            penalty = penalty + beta * masked_mean(weighted(kl), mask, denominator)
+        metrics["max:policy/kl_max"] = kl_estimate(log_probs.detach(), ref, "k3", mask).max()
+        metrics["policy/kl_clamp_frac"] = masked_mean(kl >= limit, mask, denominator)
+    metrics["policy/loss"] = clipped.loss + penalty
+    return clipped.loss * signal_share + penalty, metrics
 
 
 # ----------------------------------------------------------------------------- weighted imitation

@@ -42,7 +42,7 @@ from batching import (
     row_weights,
 )
 from config import Objective
-from losses import LossInput, imitation_loss, masked_mean, masked_sum, policy_objective, value_loss
+from losses import imitation_loss, masked_mean, masked_sum, policy_objective, value_loss
 from run.progress import phase
 from scale import distributed
 from scale.prefix import pack, shared_share
@@ -218,23 +218,14 @@ def update_policy(
 
     def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:
         log_probs, entropy = forward_policy(learner.model, part, objective, device)  # (B, T) each
-        b = part.to(device)
-        assert b.advantages is not None
         weights = None
         if objective.loss_agg != "token-mean":
             constant = TOKENS_PER_TRAJECTORY if objective.loss_agg == "constant" else None
             weights = row_weights(part.loss_mask, mini_batch.loss_mask, constant).to(device)  # (B,)
-        loss_input = LossInput(
-            log_probs=log_probs,
-            entropy=entropy,
-            old_log_probs=log_probs.detach() if b.old_log_probs is None else b.old_log_probs,
-            rollout_log_probs=b.rollout_log_probs,
-            ref_log_probs=b.ref_log_probs,
-            advantages=b.advantages,
-            loss_mask=b.loss_mask,
-            weights=weights,
+        num_tokens = _num_tokens(mini_batch)
+        return policy_objective(
+            log_probs, entropy, part.to(device), objective, num_tokens, weights, signal_share
         )
-        return policy_objective(loss_input, objective, _num_tokens(mini_batch), signal_share)
 
     return policy_metrics(optimize(learner, batch, loss_of, objective, seed), learner)
 

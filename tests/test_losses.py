@@ -2,8 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from batching import row_weights
 from config import Objective
 from losses import (
     KLController,
-    LossInput,
     entropy_from_logits,
     imitation_loss,
     kl_estimate,
@@ -318,11 +317,9 @@ def test_forbidden_tokens_have_no_entropy_and_no_gradient():
 
 
 # ------------------------------------------------------------- the loss of an optimizer step
-def loss_input(ref=None):
+def batch_of(ref=None):
     """Three policy tokens: ratios 1, 1.5, 0.5; the sampler's log-probs above, below and equal."""
-    return LossInput(
-        log_probs=log(0.4, 0.6, 0.1, 0.9),
-        entropy=torch.tensor([[1.0, 2.0, 3.0, 9.0]]).double(),
+    return SimpleNamespace(
         old_log_probs=log(0.4, 0.4, 0.2, 0.5),
         rollout_log_probs=log(0.5, 0.1, 0.2, 0.1),
         ref_log_probs=ref,
@@ -331,6 +328,7 @@ def loss_input(ref=None):
     )
 
 
+POLICY = log(0.4, 0.6, 0.1, 0.9), torch.tensor([[1.0, 2.0, 3.0, 9.0]]).double()  # with entropies
 CLIPPED = [0.8 * 1.0, 2.0 * 1.2, -1.0 * 2 * 0.8]  # w · min(ρA, clip(ρ)A); w = 0.8, cap 2, 1
 
 
@@ -338,7 +336,8 @@ def test_the_loss_of_a_step_and_its_metrics_by_hand():
     """Denominator 6, as if three more tokens were in another micro-batch. The signal share of 0.75
     only scales the clipped loss, and the logged loss does not contain it."""
     objective = Objective(entropy_coef=0.1, kl_loss_coef=0.5, kl_estimator="k2", sampler_is_cap=2)
-    loss, metrics = policy_objective(loss_input(ref=log(0.2, 0.6, 0.4, 0.1)), objective, 6, 0.75)
+    batch = batch_of(ref=log(0.2, 0.6, 0.4, 0.1))
+    loss, metrics = policy_objective(*POLICY, batch, objective, 6, signal_share=0.75)
     clipped, entropy = -sum(CLIPPED) / 6, (1 + 2 + 3) / 6
     kl = (0.5 * math.log(2) ** 2 + 0 + 0.5 * math.log(4) ** 2) / 6
     terms = -0.1 * entropy + 0.5 * kl
@@ -364,7 +363,7 @@ def test_the_loss_of_a_step_and_its_metrics_by_hand():
 
 @pytest.mark.parametrize(("cap", "weights"), [(0, None), (1, (0.8, 1, 1)), (5, (0.8, 4, 1))])
 def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
-    _, metrics = policy_objective(loss_input(), Objective(sampler_is_cap=cap), 3)
+    _, metrics = policy_objective(*POLICY, batch_of(), Objective(sampler_is_cap=cap), 3)
     terms = [x / w for x, w in zip(CLIPPED, (0.8, 2, 1))]
     clipped = [x * w for x, w in zip(terms, weights or (1, 1, 1))]
     assert metrics["policy/loss"].item() == pytest.approx(-sum(clipped) / 3)
@@ -379,14 +378,10 @@ def test_a_step_corrects_for_the_sampler_unless_its_cap_is_0(cap, weights):
 def test_the_kl_clamp_removes_the_gradient_of_tokens_far_from_the_reference(clamp, kl, gradient):
     """Log ratios 7, 1 and 0. Without the clamp, the first token decides the step."""
     log_probs = torch.tensor([[-7.0, -1.0, 0.0, -90.0]]).double().requires_grad_()
-    s = replace(
-        loss_input(ref=torch.zeros(1, 4).double()),
-        log_probs=log_probs,
-        old_log_probs=log_probs.detach(),
-        advantages=torch.zeros(1, 4).double(),
-    )
+    batch = batch_of(ref=torch.zeros(1, 4).double())
+    batch.old_log_probs, batch.advantages = None, torch.zeros(1, 4).double()
     objective = Objective(kl_loss_coef=1.0, kl_clamp=clamp, sampler_is_cap=0)
-    loss, metrics = policy_objective(s, objective, 3)
+    loss, metrics = policy_objective(log_probs, POLICY[1], batch, objective, 3)
     loss.backward()
     assert (3 * log_probs.grad[0]).tolist() == pytest.approx([gradient, 1 - math.e, 0, 0])
     assert metrics["policy/kl"].item() == pytest.approx((kl + math.e - 2) / 3)
@@ -415,17 +410,16 @@ def test_losses_and_gradients_equal_those_of_trl(name):
     log_probs, mask = x["log_probs"].requires_grad_(), x["loss_mask"]
     constant = 100.0 if objective.loss_agg == "constant" else None
     weighted = objective.loss_agg != "token-mean"
-    s = LossInput(
-        log_probs=log_probs,
-        entropy=x["entropy"],
-        old_log_probs=log_probs.detach() if name == "rloo" else x["old_log_probs"],
+    batch = SimpleNamespace(
+        old_log_probs=None if name == "rloo" else x["old_log_probs"],
         rollout_log_probs=x["old_log_probs"],
         ref_log_probs=x["ref_log_probs"] if objective.kl_loss_coef else None,
         advantages=x["advantages"][:, None].expand(mask.shape),
         loss_mask=mask,
-        weights=row_weights(mask, mask, constant) if weighted else None,
     )
-    loss, _ = policy_objective(s, objective, denominator=float(mask.sum()))
+    weights = row_weights(mask, mask, constant) if weighted else None
+    denominator = float(mask.sum())
+    loss, _ = policy_objective(log_probs, x["entropy"], batch, objective, denominator, weights)
     loss.backward()
     scale = 100 if name == "rloo" else 1
     expected = data["cases"][name]
