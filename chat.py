@@ -90,6 +90,7 @@ class ChatTemplate:
         template = self._lead + "".join(text for text, role in pieces if not role)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= {*tokenizer.all_special_ids}
+        special -= {tokenizer.unk_token_id} & {*self._ids_of("\U000ffffd\U00013000")}  # [UNK]
         self._control = {i: m for m, i in self._marks.items() if i in special or m in template}
         if short := [mark for mark in self._control.values() if len(mark) == 1]:
             raise ValueError(f"the control token {short[0]!r} has one character, but needs two")

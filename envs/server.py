@@ -77,7 +77,7 @@ def create_app(
     episodes = Episodes(sessions)
 
     async def answer(request: Request) -> Answer:
-        path, is_get = request.url.path, request.method == "GET"
+        path, is_get = request.url.path, request.method != "POST"
         if problem := refusal(request, hosts):
             hint = "send requests from a program, to the address that the server printed"
             return error_answer(403, problem, hint)

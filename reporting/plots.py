@@ -160,7 +160,8 @@ class RunFiles:
 
 
 def read_run(run_dir: str | Path) -> RunFiles:
-    """Raises: FileNotFoundError if there is no metrics.jsonl, ValueError if a file is broken."""
+    """Raises: FileNotFoundError if there is no metrics.jsonl, LogError or
+    ValueError if a file is broken."""
     path = Path(run_dir)
     config = path / "config.json"
     saved = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}

@@ -150,7 +150,14 @@ class Session(Generic[WorkerType]):
         if loaded := checkpoint.load_newest(self.run.path, self.identity(), worker.parts()):
             self.completed_step, state = loaded
             self.saved_step = self.completed_step
-            self.load_state_dict(state)
+            try:
+                self.load_state_dict(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise TrainingError(
+                    f"the checkpoint of step {self.completed_step} in {self.run.path} was saved "
+                    f"by another version of this program ({error!r}): resume with that version, "
+                    "or start a new run"
+                ) from error
             if worker.needs_start and self.start and state.get("start", self.start) != self.start:
                 raise TrainingError(
                     f"the weights in {worker.start} have changed since this run began, but "

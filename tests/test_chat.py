@@ -1,7 +1,7 @@
 """chat.py: for every family the pieces equal the template's output; text never becomes control."""
 
 import pytest
-from fakes import CHATML_SPECIAL, TEMPLATES, byte_tokenizer, family_tokenizer
+from fakes import CHATML_SPECIAL, TEMPLATES, byte_tokenizer, family_tokenizer, word_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
@@ -236,6 +236,12 @@ def test_a_template_that_cannot_be_cut_is_refused(template, problem):
     tokenizer = byte_tokenizer(template, special, special[-1])
     with pytest.raises(ValueError, match=problem):
         ChatTemplate(tokenizer)
+
+
+def test_an_unknown_word_is_not_a_control_token():
+    tokenizer = word_tokenizer.__wrapped__()
+    tokenizer.unk_token = "?"
+    assert ChatTemplate(tokenizer).is_action(tokenizer.encode("snowman"))
 
 
 def test_the_system_message_is_kept_if_the_template_leaves_it_out():

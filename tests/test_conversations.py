@@ -111,7 +111,7 @@ WRONG = [
     (with_turns(*OK, ("gpt", True, "c")), "turn 2 is from gpt, expected human"),
     (with_turns(("human", None, "a"), ("gpt", None, "b")), 'set "loss": true on the gpt turns'),
     (with_turns(("gpt", True, "a")), "no observation precedes"),
-    (with_turns(("human", None, "\ud83d")), "half of a surrogate pair"),
+    (with_turns(("human", None, "\ud83d")), "half of a surrogate pair"),  # trap 24
     (with_turns(*OK[:1], {"from": "gpt", "value": "b", "name": "\ud83d"}), "half of a surrogate"),
     ('{"trajectory_id": "1", "turns": [1]}', "not a line of a run's"),
     (with_turns(*OK, **{"return": "1"}), '"return" is'),

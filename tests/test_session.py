@@ -185,7 +185,15 @@ def log_of(*lines):
     return damage
 
 
+def of_another_version(run_dir):
+    folder = checkpoint.folder_of(run_dir, 3)
+    (path,) = folder.rglob("state.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sentinels": {"counter": 1}}))
+    (folder / "SHA256SUMS").unlink()
+
+
 DAMAGES = {
+    "a checkpoint of another version": (of_another_version, 1, "saved by another version"),
     "the log has a hole": (log_of(0, 2), 1, "metrics.jsonl lacks step 2"),
     "the log repeats a step": (log_of(0, 1, 1, 2), 1, "has a step twice"),
     "an empty config": (lambda run: (run / "config.json").write_text(""), 2, "config.json"),

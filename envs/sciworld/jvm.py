@@ -246,7 +246,11 @@ class JvmPool:
                 self._jvms.append(jvm)
             seat = Seat(jvm)
             jvm.seats.add(seat)
-        seat.simulator = jvm.call(jvm.new_simulator)
+        try:
+            seat.simulator = jvm.call(jvm.new_simulator)
+        except BaseException:
+            jvm.seats.discard(seat)
+            raise
         return seat
 
     def close(self) -> None:
@@ -257,17 +261,21 @@ class JvmPool:
             self._jvms = []
 
 
-@cache
+_pool = cache(JvmPool.from_environment)
+_pool_lock = threading.Lock()  # with `cache` alone, each of several threads would start a pool
+
+
 def shared_pool() -> JvmPool:
-    """The pool that all sessions of this Python process share. The first call creates it; in a
-    server this is open_shared(), before any thread starts."""
-    return JvmPool.from_environment()
+    """The pool that all sessions of this Python process share. The first call creates it."""
+    with _pool_lock:
+        return _pool()
 
 
 def close_shared_pool() -> None:
-    if shared_pool.cache_info().currsize:
-        shared_pool().close()
-        shared_pool.cache_clear()
+    with _pool_lock:
+        if _pool.cache_info().currsize:
+            _pool().close()
+            _pool.cache_clear()
 
 
 # ------------------------------------------------------------- functions to run with `Seat.call`

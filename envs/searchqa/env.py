@@ -46,6 +46,7 @@ Read next: envs/searchqa/oracle.py.
 import contextlib
 import os
 import re
+import threading
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -126,12 +127,19 @@ def _file(name: str) -> str:
 # An index needs hundreds of megabytes, a session a few kilobytes. Its packages are imported at the
 # first search or at the start of a server, because a trainer does not need them.
 @cache
-def shared_retriever() -> "BM25 | Remote":
-    """The retriever of this process, opened at the first call: in a server this is open_shared(),
-    before any thread starts. All threads can use it."""
+def _retriever() -> "BM25 | Remote":
     from envs.searchqa.retrieval import open_retriever
 
     return open_retriever()
+
+
+_retriever_lock = threading.Lock()  # with `cache` alone, each of several threads would open one
+
+
+def shared_retriever() -> "BM25 | Remote":
+    """The retriever of this process, opened at the first call. All threads can use it."""
+    with _retriever_lock:
+        return _retriever()
 
 
 _INSTRUCTIONS_PREFIX = f"{INSTRUCTIONS}\n\n"
@@ -216,7 +224,7 @@ class SearchQA:
     parse = staticmethod(parse)
     say = staticmethod(say)
     variant = staticmethod(variant)
-    close_shared = staticmethod(shared_retriever.cache_clear)
+    close_shared = staticmethod(_retriever.cache_clear)
 
     def __init__(self) -> None:
         self._options = read_options()
