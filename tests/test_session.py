@@ -189,7 +189,7 @@ def of_another_version(run_dir):
     folder = checkpoint.folder_of(run_dir, 3)
     (path,) = folder.rglob("state.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sentinels": {"counter": 1}}))
-    (folder / "SHA256SUMS").unlink()
+    (path.parent / "SHA256SUMS").unlink()
 
 
 DAMAGES = {
