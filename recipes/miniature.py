@@ -5,7 +5,7 @@ arm has several seeds. For a given seed, all arms train on the same goals in the
 arms are evaluated on held-out goals with 16 turns. FIGURES lists the arms behind each question.
 
     python recipes/miniature.py                    start missing runs and resume stopped ones
-    python recipes/miniature.py --figure horizons  only the runs of one figure
+    python recipes/miniature.py --figure rates     only the runs of one figure
     python recipes/miniature.py status             list the missing runs
 
 Start the command again in another terminal to run two at a time. Results are written to
@@ -342,8 +342,7 @@ ARMS |= {
 
 PILOTS = tuple(pilot(algorithm, rate) for algorithm in ESTIMATORS for rate in RATES)
 FIGURES: dict[str, tuple[str, ...]] = {
-    "horizons": ("short", "long", "stepwise"),  # does a longer horizon help?
-    # does the learning rate decide which horizon is best, or the number of updates?
+    # does a longer horizon help? or does the learning rate decide, or the number of updates?
     "rates": (*(at_rate(name, rate) for rate in RATES for name in HORIZONS), *OFTEN),
     # RL against imitation of a weak teacher and of one's own successes; imitation at its best rate
     "imitation": ("practise", *pilots_of("imitate"), "imitate", "filter"),

@@ -3,7 +3,7 @@
 In a page, table NAME is between `<!-- table NAME -->` and `<!-- end NAME -->`.
 
     python recipes/tables.py                  rewrite the tables in the pages, and the pictures
-    python recipes/tables.py --show horizons  print a table, including the results in runs/
+    python recipes/tables.py --show rates     print a table, including the results in runs/
 
 A test fails when a page is out of date. Read first: evidence.py, which explains the intervals.
 """
@@ -420,17 +420,6 @@ def by_level(runs: Runs, unit: str) -> list[str]:
     return markdown(f"% solved in {within} turns | tier | start | {' | '.join(runs)}", rows)
 
 
-def horizons() -> list[str]:
-    runs = runs_of("horizons")
-    pairs = [("long", "short"), ("stepwise", "short"), ("stepwise", "long")]
-    lines = comparison(runs, pairs, "turns", True)
-    lines += ["", *by_level(runs, "turns")]
-    titles = "arm | turns a step | in failed episodes, % | groups with signal, %"
-    titles += " | in the first sixth | in the last sixth | tokens per success"
-    rows = [(arm, *mechanism(results)) for arm, results in runs.items()]
-    return [*lines, "", *markdown(titles, rows)]
-
-
 def development(result: Result) -> Shares:
     """The shares of the mazes that choose a setting, at the end of a run."""
     return shares({"solved_in": result["held_out"][-1]["development"]}, ALL_TURNS)
@@ -605,29 +594,6 @@ def plot_rates(path: Path) -> None:
         picture.legend(*lines, loc="outside lower center", ncols=4)
 
 
-def mechanism(results: Sequence[Result]) -> tuple[str, ...]:
-    """Turns per step, share of them in failed episodes, groups with signal, tokens per success."""
-    sixth = len(results[0]["curve"]) // 6
-
-    def signal_share(steps: slice) -> str:
-        rows = [row for result in results for row in result["curve"][steps]]
-        groups = sum(row["train/groups"] for row in rows)
-        zero_variance = sum(row["train/groups_zero_variance"] for row in rows)
-        return f"{100 * (groups - zero_variance) / groups:.0f}"
-
-    last = [result["curve"][-1] for result in results]
-    turns, failed, tokens, successes = (
-        sum(row[name] for row in last) for name in ("turns", "failed_turns", "tokens", "successes")
-    )
-    parts = (slice(None), slice(sixth), slice(-sixth, None))
-    return (
-        f"{turns / sum(len(result['curve']) for result in results):.0f}",
-        f"{100 * failed / turns:.0f}",
-        *(signal_share(steps) for steps in parts),
-        f"{tokens / successes:.0f}",
-    )
-
-
 TRAINED = ("short", "long", "stepwise", "early", "late", "rl", "imitation", "filtered")
 
 
@@ -730,21 +696,20 @@ def plot_laboratory(name: str, path: Path) -> None:
     """Plot held-out success over turns played in training, with the teacher as a line."""
     runs = {arm: results for arm, results in runs_of(name).items() if "-" not in arm}  # no pilots
     curves = {arm: results for arm, results in runs.items() if results[0]["curve"]}
-    panels = [("all held-out", "", FEW_TURNS), ("all held-out", "", ALL_TURNS)]
-    panels += [("middle", "middle", ALL_TURNS)] if name == "horizons" else []
+    panels = (FEW_TURNS, ALL_TURNS)
     offset = 0.01 * max(r["curve"][-1]["turns"] for results in curves.values() for r in results)
     with figure(path, 4.0 * len(panels), 4.2) as picture:
         axes = picture.subplots(ncols=len(panels))
-        for axis, (title, tier, limit) in zip(axes, panels, strict=True):
+        for axis, limit in zip(axes, panels, strict=True):
             colors = (*PALETTE, GREY, "#a0522d")
             for i, ((arm, results), color) in enumerate(zip(curves.items(), colors)):
-                points = curve_of(results, "turns", tier, limit)
+                points = curve_of(results, "turns", limit)
                 shifted = [(x + i * offset, estimate) for x, estimate in points]  # no overlap
                 band(axis, shifted, color, arm, 100, fill=False)
             for result in runs.get("teacher", ()):
                 value = 100 * fmean(end(result, limit).values())
                 axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
-            axis.set_title(f"{title} goals, in {limit} turns")
+            axis.set_title(f"held-out goals, in {limit} turns")
             axis.set(ylabel="solved, %", xlabel="turns played in training")
             axis.locator_params(axis="x", nbins=5)
         lines = axes[0].get_legend_handles_labels()
@@ -752,7 +717,7 @@ def plot_laboratory(name: str, path: Path) -> None:
 
 
 def curve_of(
-    results: Sequence[Result], unit: str = "", tier: str = "", within: float = math.inf
+    results: Sequence[Result], unit: str = "", within: float = math.inf
 ) -> list[tuple[float, dict[str, Any]]]:
     """For each evaluation that all seeds have: (mean of `unit` spent so far, or the step if there
     is no unit; estimate over goals)."""
@@ -760,7 +725,6 @@ def curve_of(
     points = []
     for step in sorted(set.intersection(*(set(seed) for seed in by_seed))):
         goals = mean_over_seeds([seed[step] for seed in by_seed])
-        goals = {i: v for i, v in goals.items() if not tier or tier == tier_of(i)}
         x = fmean(spent_at(r, step, unit) for r in results) if unit else step
         points.append((x, estimate_share(list(goals.values()))))
     return points
@@ -833,7 +797,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "searchqa-test": partial(published_split, "searchqa"),
     "learns": controls_of_default,
     "worlds-methods": default_runs_of_methods,
-    "horizons": horizons,
     "rates": rates,
     "imitation": imitation,
     "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink")),
@@ -852,7 +815,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-update": lambda: gpu.update_table(read_json(BENCHMARKS / "gpu-3B.json")["update"]),
     "gpu-run": lambda: gpu.run_table(read_json(BENCHMARKS / "gpu-3B.json")["runs"]),
 }
-PICTURES = ("horizons", "controls", "teacher", "estimators", "methods")
+PICTURES = ("controls", "teacher", "estimators", "methods")
 
 
 def with_tables(text: str) -> str:
@@ -883,6 +846,7 @@ def main() -> None:
     for page in PAGES:
         write_text(ROOT / page, with_tables((ROOT / page).read_text(encoding="utf-8")))
     plot_worlds(COMMITTED / "worlds.png")
+    plot_rates(miniature.FOLDER / "rates.png")
     for name in PICTURES:
         plot_laboratory(name, miniature.FOLDER / f"{name}.png")
 
