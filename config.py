@@ -687,11 +687,10 @@ POSITIVE = (
     *("temperature", "learning_rate", "critic_learning_rate", "max_grad_norm"),
     *("clip_ratio", "clip_ratio_high", "value_clip", "max_sync_error", "save_every", "keep_last"),
     *("eval_samples", "eval_start_samples", "eval_rounds", "eval_temperatures", "lora_alpha"),
-    *("max_actions_per_turn", "attempts"),
+    *("max_actions_per_turn", "attempts", "steps_scaling_inter"),
     *("samples", "limit", "env_workers"),  # of evaluate.py
     *("epochs", "num_demonstrations", "iterations", "tasks_per_iteration"),  # of other methods
     *("pairs_per_task", "keep_per_task", "beta", "rounds", "env_weights", "max_rounds"),
-    "steps_scaling_inter",
 )
 NOT_NEGATIVE = (
     *("seed", "lora_rank", "reset_adapter_every", "sampler_is_cap", "dual_clip", "eval_every"),

@@ -214,7 +214,7 @@ def update_policy(
     """
     has_old = batch.old_log_probs is not None
     assert has_old or objective.num_optimizer_steps(len(batch)) == 1, "old_log_probs are needed"
-    assert batch.ref_log_probs is not None or not objective.kl_loss_coef, "needs ref_log_probs"
+    assert batch.ref_log_probs is not None or not objective.kl_loss_coef, "ref_log_probs are needed"
     objective, device = decide_sharing(objective, batch), learner.accelerator.device
 
     def loss_of(part: Batch, mini_batch: Batch) -> tuple[torch.Tensor, Metrics]:

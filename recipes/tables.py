@@ -376,6 +376,7 @@ def at_both_temperatures(
     tiers_in_all_turns: bool = False,
     title: str = "Temperature",
 ) -> list[str]:
+    """The tables of `comparison` at both temperatures, each after its title."""
     lines = []
     for temperature in ("", COOL):
         tables = comparison(runs, pairs, unit, tiers_in_all_turns, temperature)
