@@ -346,6 +346,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "rates": (*(at_rate(name, rate) for rate in RATES for name in HORIZONS), *OFTEN),
     # RL against imitation of a weak teacher and of one's own successes; imitation at its best rate
     "imitation": ("practise", *pilots_of("imitate"), "imitate", "filter"),
+    # do these goals need a long horizon? PRIMARY["growth"] says what happens if they do not
+    "gate": (*pilots_of("cap8"), *pilots_of("cap24"), "cap8", "cap24"),
     # is there a regime in which it helps to grow the horizon?
     "growth": (*(arm for cap in CAPS for arm in pilots_of(cap)), *CAPS),
     # does it keep a long horizon stable that would fall without it?
