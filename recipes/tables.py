@@ -198,14 +198,19 @@ def default_runs_of_methods() -> list[str]:
 
 
 def published_split(env: str) -> list[str]:
-    """The published test tasks before and after training, by sub-task."""
+    """The published test tasks before and after training, by sub-task and temperature."""
     results = [result for result in results_of("worlds", env) if result.get("test")]
-    first, last = (partial(published, when) for when in ("before", "after"))
-    return markdown(f"sub-task | {CHANGE}", changes(env, results, results, first, last, 1))
+    rows = []
+    for temperature in results[0]["test"]["after"]:
+        readings = (partial(published, when, temperature) for when in ("before", "after"))
+        samples = results[0]["test"]["after"][temperature]["samples"]
+        cells = changes(env, results, results, *readings, samples)
+        rows += [(temperature, *row) for row in cells]
+    return markdown(f"temperature | sub-task | {CHANGE}", rows)
 
 
-def published(when: str, result: Result) -> Shares:
-    return dict(result["test"][when]["items"])
+def published(when: str, temperature: str, result: Result) -> Shares:
+    return dict(result["test"][when][temperature]["items"])
 
 
 def controls_of_default() -> list[str]:

@@ -126,10 +126,12 @@ def main() -> None:
     run_program(f"{program}.py", [*words, *extra], run_dir)
     result = {"env": options.env, "seed": options.seed} | record(run_dir)
     if options.published:
+        config = checked(default_options(options.env))
         last = run_dir / f"checkpoints/step_{max(steps_saved(run_dir)):06d}"
-        result["test"] = published(
-            str(last), checked(default_options(options.env)), run_dir / "test"
-        )
+        result["test"] = {
+            "before": published(start_of(config), config, RUNS / f"start-{options.env}/test"),
+            "after": published(str(last), config, run_dir / "test"),
+        }
     if options.method:
         result["method"] = options.method
     write_json(folder / f"{name}.json", result)
