@@ -16,7 +16,10 @@ Teacher      the oracle with three moves in ten replaced by random available act
 Model        3M parameters and a tokenizer of BabyAI's words. It has imitated the teacher for one
              epoch (recipes/starts/tiny-babyai, 6 MB) and writes only the action. For horizons up to
              24, it has also imitated a more careful teacher, whose random moves it did not imitate
-             (tiny-babyai-far).
+             (tiny-babyai-far). miniature.py makes a start for each of four ways to play.
+Ways         plain: an action in each turn. several: up to three actions in a turn. plan: first the
+             oracle's next actions. reflect: a careless attempt, then what the oracle would have
+             done, and another attempt.
 
     python recipes/laboratory.py             writes the id lists in recipes/laboratory/
     python recipes/laboratory.py demos.json  writes 1,992 episodes of the careful teacher
@@ -34,13 +37,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from agents import ACT, AGAIN, PLAN, REFLECT  # noqa: E402
 from data import NAMES, Record  # noqa: E402
 from envs import OracleLost  # noqa: E402
 from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
 from recipes.common import read_json, write_json  # noqa: E402
 
 FOLDER = ROOT / "recipes" / "laboratory"
-PROMPT_FILE = FOLDER / "prompt.json"
 TIERS = {"near": (1, 2, 4, 9, 19, 30), "middle": (8, 15, 21, 22, 26), "far": (27, 29)}
 PLAYED = {"near": TIERS["near"], "middle": (8, 15, 21, 26)}  # in training and evaluation
 LONG = {"near": TIERS["near"], "middle": (15, 26), "far": TIERS["far"]}  # with 24 turns
@@ -52,6 +55,10 @@ MAX_TURNS = 32  # of a demonstration
 # How the careful teacher plays
 CAREFUL: dict[str, Any] = {"error": 0.15, "max_turns": 40, "hides_errors": True}
 CAREFUL_SHARES = {"near": 0.3, "middle": 0.3, "far": 0.4}
+WAYS = ("plain", "several", "plan", "reflect")
+MAX_ACTIONS = 3  # in a turn of `several`
+MAX_PLANNED = 6  # actions in a plan or a reflection
+CARELESS_TURNS, CARELESS_ERROR = 8, 0.6  # of the attempt before a reflection
 
 
 def tier_of(task_id: str) -> str:
@@ -95,6 +102,10 @@ def is_held_out(task_id: str) -> bool:
     return level_and_seed(int(task_id.rpartition("_")[2]))[1] in SEEDS["held_out"]
 
 
+def prompt_file(way: str) -> Path:
+    return FOLDER / ("prompt_several.json" if way == "several" else "prompt.json")
+
+
 def play(
     env: Any,
     task_index: int,
@@ -102,29 +113,68 @@ def play(
     error: float = ERROR,
     max_turns: int = MAX_TURNS,
     hides_errors: bool = False,
+    way: str = "plain",
 ) -> tuple[Record, bool]:
     """An episode of the teacher as an AgentTraj conversation, and whether it succeeded.
 
     Args:
         error: probability of a random move.
         hides_errors: random moves are not to be imitated.
+        way: one of WAYS.
     """
-    observation, success = env.reset(task_index), False
     messages: list[dict[str, Any]] = [
         {"from": NAMES[m["role"]], "loss": None, "value": m["content"]}
-        for m in read_json(PROMPT_FILE)
+        for m in read_json(prompt_file(way))
     ]
-    for _ in range(max_turns):
-        is_random = rng.random() < error
-        action = rng.choice(env.available_actions()) if is_random else env.oracle()[1]
-        messages.append({"from": "human", "loss": None, "value": observation})
-        is_shown = not (is_random and hides_errors)
-        messages.append({"from": "gpt", "loss": is_shown, "value": f"Action: {action}"})
-        observation, _, terminated, truncated, info = env.step(action)
-        if terminated or truncated:
-            success = info["success"]
-            break
+
+    def add(text: str, answer: str, is_shown: bool = True) -> None:
+        messages.append({"from": "human", "loss": None, "value": text})
+        messages.append({"from": "gpt", "loss": is_shown, "value": answer})
+
+    def attempt(text: str, error: float, max_turns: int) -> tuple[str, bool]:
+        """Play until the episode ends; returns the last observation and whether it succeeded."""
+        for _ in range(max_turns):
+            is_random = rng.random() < error
+            lines, ends, success = [], False, False
+            observation = text
+            for _ in range(rng.randint(1, MAX_ACTIONS) if way == "several" else 1):
+                action = rng.choice(env.available_actions()) if is_random else env.oracle()[1]
+                lines.append(f"Action: {action}")
+                observation, _, terminated, truncated, info = env.step(action)
+                ends, success = terminated or truncated, bool(info.get("success"))
+                if ends or info.get("failed"):
+                    break
+            add(text, "\n".join(lines), not (is_random and hides_errors))
+            text = observation
+            if ends:
+                return text, success
+        return text, False
+
+    plan = plan_of(env, task_index) if way in ("plan", "reflect") else ""
+    text, success = env.reset(task_index), False
+    if way == "reflect":
+        text, success = attempt(text, CARELESS_ERROR, CARELESS_TURNS)
+        if not success:
+            add(f"{text}\n{REFLECT}", plan)
+            text = f"{AGAIN}\n{env.reset(task_index)}"
+    if way == "plan":
+        add(f"{text}\n{PLAN}", plan)
+        text = ACT
+    if not success:
+        _, success = attempt(text, error, max_turns)
     return {"item_id": f"babyai_{task_index}", "conversations": messages}, success
+
+
+def plan_of(env: Any, task_index: int) -> str:
+    """The first actions of the oracle in this task, as a text."""
+    env.reset(task_index)
+    actions: list[str] = []
+    for _ in range(MAX_PLANNED):
+        actions.append(env.oracle()[1])
+        _, _, terminated, truncated, _ = env.step(actions[-1])
+        if terminated or truncated:
+            break
+    return "Plan: " + ", ".join(actions)
 
 
 def demonstrate(

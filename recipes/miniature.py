@@ -31,6 +31,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from conversations import read_records  # noqa: E402
+from data import Record  # noqa: E402
 from recipes import laboratory  # noqa: E402
 from recipes.common import (  # noqa: E402
     COMMITTED,
@@ -38,8 +40,10 @@ from recipes.common import (  # noqa: E402
     exit_on_interrupt,
     markdown,
     read_json,
+    read_lines,
     record,
     require_alike,
+    run,
     run_program,
     write_json,
 )
@@ -75,7 +79,8 @@ class Arm:
     steps: int = 60
     program: str = "train.py"  # "": only its committed results exist; the program is gone
     num_demonstrations: int = 0  # episodes of the teacher, passed by --data
-    is_weak: bool = False  # the teacher demonstrates only near goals, on the training mazes
+    teacher: str = "careless"  # see write_demonstrations
+    way: str = ""  # the start that this arm needs, as its model or teacher; see make_start
 
 
 def rate_options(algorithm: str, rate: float) -> tuple[str, ...]:
@@ -124,7 +129,7 @@ ARMS: dict[str, Arm] = {
         steps=144,
         program="sft.py",
         num_demonstrations=144 * 64,
-        is_weak=True,
+        teacher="weak",
     ),
     "filtered": Arm(program=""),  # imitated its own successes after each step
     "teacher": Arm(seeds=(0,), program="teacher"),
@@ -202,7 +207,7 @@ ARMS |= {
         steps=480,
         program="agentevol.py",
         num_demonstrations=8,
-        is_weak=True,
+        teacher="weak",
     ),
 }
 
@@ -218,8 +223,8 @@ class Choice:
     seeds: tuple[int, ...]
     mazes: str  # id list for choosing
     temperature: float = 1.0  # of the pilots' evaluations
-    # Instead, the lowest rate at which this arm's pilot solves less than half of its start.
-    falls_with: str = ""
+    pilots_from: str = ""  # another arm, whose pilots choose
+    falls: bool = False  # the lowest rate at which a pilot solves less than half of its start
 
 
 def imitation(rate: float) -> Arm:
@@ -278,7 +283,8 @@ def hot_arm(name: str, rate: float) -> Arm:
 CHOICES |= {
     name: Choice(
         *(partial(hot_arm, name), (3e-4, 1e-3), MANY, SEEDS, "long_development"),
-        falls_with="hot-cap24",
+        pilots_from="hot-cap24",
+        falls=True,
     )
     for name in HOT
 }
@@ -317,9 +323,86 @@ CHOICES |= {
 }
 
 
+# How the policy plays (agents.py), each way from a start that has imitated it. Two attempts of
+# eight acts and a reflection are as long as 17 turns.
+WAYS: dict[str, tuple[tuple[str, ...], int]] = {  # options and steps, for about 36,000 turns
+    "plain": ((), 60),
+    "several": (
+        ("--max-actions-per-turn", "3", "--prompt", "recipes/laboratory/prompt_several.json"),
+        90,
+    ),
+    "plan": (("--agent", "plan", "--rounds", "15", "--eval-rounds", "15"), 60),
+    "reflect": (
+        ("--agent", "reflect", "--attempts", "2", "--rounds", "8", "--eval-rounds", "8"),
+        60,
+    ),
+}
+WAY_LIMITS = ("--max-tokens-per-turn", "64", "--max-trajectory-tokens", "4096")
+WAY_SHARES = {"near": 0.4, "middle": 0.6}
+WAY_STEPS = 125
+WAY_START = (
+    *("--preset", "none", "--env", "babyai", "--model", "recipes/starts/tiny-babyai"),
+    *("--steps", str(WAY_STEPS), "--mini-batch-size", "16", "--learning-rate", "5e-4"),
+    *("--learning-rate-decay-steps", str(WAY_STEPS), "--max-tokens-per-micro-batch", "4096"),
+    *(*WAY_LIMITS, "--eval-every", "0"),
+)
+
+
+def start_folder(way: str) -> str:
+    return str(RUNS / f"start-{way}/checkpoints/step_{WAY_STEPS:06d}")
+
+
+ARMS |= {
+    way: Arm(
+        ("--model", start_folder(way), *WAY_LIMITS, *options)
+        + ("--on-collapse", "warn", *TWICE, *late(steps)),
+        steps=steps,
+        way=way,
+    )
+    for way, (options, steps) in WAYS.items()
+}
+
+
+# A teacher on the student's own turns, or its demonstrations on the same mazes. The teacher is the
+# start of `plain` or the oracle, which here writes only actions; the control is `long-at-*`.
+def distillation(teacher: str) -> tuple[str, ...]:
+    return ("--algorithm", "distill", "--teacher", teacher)
+
+
+BETTER = start_folder("plain")
+SHOWN = ("--warm-start", "never", "--max-trajectory-tokens", "4096")
+DISTILLATION: dict[str, Arm] = {  # about 36,000 turns each, including those of a demonstration
+    "from-model": Arm(distillation(BETTER), way="plain"),
+    "from-model-grow": Arm(
+        (*distillation(BETTER), *widening_options(every=32)), steps=96, way="plain"
+    ),
+    "shown-by-model": Arm(SHOWN, SEEDS, 50, "sft.py", 50 * 64, "model", way="plain"),
+    "from-oracle": Arm(distillation("oracle-actions")),
+    "from-oracle-grow": Arm(
+        (*distillation("oracle-actions"), *widening_options(every=32)), steps=96
+    ),
+    "shown-by-oracle": Arm(SHOWN, SEEDS, 120, "sft.py", 120 * 64, "oracle"),
+}
+
+
+def distilled(name: str, rate: float) -> Arm:
+    arm = DISTILLATION[name]
+    options = ("--learning-rate", f"{rate:g}", "--on-collapse", "warn", *TWICE, *late(arm.steps))
+    return replace(arm, options=(*arm.options, *options))
+
+
+CHOICES |= {
+    name: Choice(
+        *(partial(distilled, name), (1e-4, 5e-4), MOST, SEEDS, "development"),
+        pilots_from=name.removesuffix("-grow"),
+    )
+    for name in DISTILLATION
+}
+
+
 def pilots_of(name: str) -> tuple[str, ...]:
     choice = CHOICES[name]
-    return tuple(at_rate(choice.falls_with or name, rate) for rate in choice.rates)
+    return tuple(at_rate(choice.pilots_from or name, rate) for rate in choice.rates)
 
 
 def pilot_arm(choice: Choice, rate: float) -> Arm:
@@ -336,7 +419,7 @@ ARMS |= {
     pilot_name: pilot_arm(choice, rate)
     for name, choice in CHOICES.items()
     for pilot_name, rate in zip(pilots_of(name), choice.rates, strict=True)
-    if choice.falls_with in ("", name)
+    if choice.pilots_from in ("", name)
 }
 
 
@@ -359,6 +442,14 @@ FIGURES: dict[str, tuple[str, ...]] = {
         *CREDIT,
     ),
     "losses": (*(arm for name in LOSSES for arm in pilots_of(name)), *LOSSES),
+    # a teacher on one's own turns, its demonstrations, or rewards? does a growing horizon help?
+    "distillation": (
+        *(at_rate("long", rate) for rate in RATES),
+        *(arm for name in DISTILLATION for arm in pilots_of(name)),
+        *DISTILLATION,
+    ),
+    # does it help to plan, to reflect, or to act several times in a turn?
+    "ways": tuple(WAYS),
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
@@ -386,6 +477,9 @@ PRIMARY = {
     "difference on all held-out mazes in 24 turns, temperature 1, equal turns",
     "credit": "gigpo minus GRPO (long, at the rate that solves most development mazes), on "
     "held-out mazes in 16 turns, temperature 1, equal turns",
+    "distillation": "from-model minus GRPO (long, at the rate that solves most development mazes), "
+    "on held-out mazes in 16 turns, temperature 1, equal turns",
+    "ways": "several minus plain, on held-out mazes in 16 turns, temperature 1, equal turns",
     "losses": "dapo minus grpo-4, each at the rate of its pilots, on held-out mazes in 16 turns, "
     "temperature 1, equal turns",
 }
@@ -421,7 +515,7 @@ def best_rate(name: str, results: Results) -> float | None:
         }
         for index in (-1, 0)
     )
-    if choice.falls_with:
+    if choice.falls:
         half = statistics.fmean(starts.values()) / 2
         return min((rate for rate in choice.rates if ends[rate] < half), default=None)
     return max(choice.rates, key=lambda rate: ends[rate])
@@ -492,6 +586,8 @@ def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
     """Start or resume one run and return its record."""
     if arm.program == "teacher":
         return {"arm": name, "seed": seed} | play_teacher()
+    if arm.way:
+        make_start(arm.way)
     run_dir, data = RUNS / f"{name}-{seed}", RUNS / f"{name}-{seed}-shown.json"
     turns = write_demonstrations(arm, seed, data) if arm.num_demonstrations else 0.0
     run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
@@ -510,19 +606,57 @@ def set_development_apart(result: Result) -> None:
         evaluation["development"] = {i: x for i, x in solved_in.items() if not is_held_out(i)}
 
 
+def make_start(way: str) -> None:
+    """Train the start of a way to play, unless that is done: tiny-babyai imitates the careful
+    teacher, who plays in this way. All seeds have the same start."""
+    data = RUNS / f"start-{way}.json"
+    with open(RUNS / f"start-{way}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not data.exists():
+            style = laboratory.CAREFUL | {"shares": WAY_SHARES, "way": way}
+            episodes, _ = laboratory.demonstrate(16 * WAY_STEPS, 2, laboratory.PLAYED, **style)
+            write_json(data, episodes)
+        words = ["--data", str(data), "--prompt", str(laboratory.prompt_file(way))]
+        run_program("sft.py", [*WAY_START, *words], data.with_suffix(""))
+
+
 def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
-    """Write the teacher's episodes unless the file exists. Returns the turns played per episode
-    written, including the turns of failed episodes."""
-    about = path.with_suffix(".about.json")
+    """Write the episodes of the arm's teacher unless the file exists: "careless" on mazes of its
+    own, "weak" on near goals alone, "oracle", or "model", a better checkpoint. Returns the turns
+    played per episode written, including the turns of failed episodes."""
+    about, count, rng_seed = path.with_suffix(".about.json"), arm.num_demonstrations, 10_000 + seed
+    demonstrate = partial(laboratory.demonstrate, count, rng_seed)
     if not about.exists():
-        tiers = {"near": laboratory.TIERS["near"]} if arm.is_weak else laboratory.TIERS
-        mazes = laboratory.SEEDS["train"] if arm.is_weak else laboratory.TEACHER_SEEDS
-        count, rng_seed = arm.num_demonstrations, 10_000 + seed
-        demonstrations, turns = laboratory.demonstrate(count, rng_seed, tiers, mazes)
+        mazes, tiers = laboratory.SEEDS["train"], laboratory.TIERS
+        if arm.teacher == "model":
+            demonstrations, turns = sampled_from(BETTER, count, seed, path.with_suffix(""))
+        elif arm.teacher == "oracle":
+            demonstrations, turns = demonstrate(laboratory.PLAYED, mazes, WAY_SHARES, error=0.0)
+        elif arm.teacher == "weak":
+            demonstrations, turns = demonstrate({"near": tiers["near"]}, mazes)
+        else:
+            demonstrations, turns = demonstrate(tiers, laboratory.TEACHER_SEEDS)
         write_json(path, demonstrations)
         write_json(about, {"turns": turns})
     turns_per_episode: float = read_json(about)["turns"] / arm.num_demonstrations
     return turns_per_episode
+
+
+def sampled_from(model: str, count: int, seed: int, out: Path) -> tuple[list[Record], float]:
+    """`count` successful episodes of a model on the training mazes, and the turns it played for
+    them, including those of failed episodes."""
+    options = read_json(BASE)
+    words = ["--env", options["env"], "--model", model, "--out", str(out), "--seed", str(seed)]
+    words += ["--samples", str(2 * count // len(laboratory.lists()["train"]))]
+    names = ("prompt", "tasks", "max_tokens_per_turn", "max_trajectory_tokens")
+    words += [x for name in names for x in (f"--{name.replace('_', '-')}", str(options[name]))]
+    run([sys.executable, "evaluate.py", *words, "--max-rounds", str(options["rounds"][0])])
+    log = out / "trajectories.jsonl"
+    episodes = [record for record in read_records([log]) if record["return"] == 1]
+    if len(episodes) < count:
+        raise SystemExit(f"{model} solved only {len(episodes)} of {2 * count} mazes")
+    turns = sum(len(line["turns"]) for line in read_lines(log)) * count / len(episodes)
+    return random.Random(seed).sample(episodes, count), turns
 
 
 def add_teacher_turns(result: Result, arm: Arm, turns: float) -> None:

@@ -202,15 +202,48 @@ def published_split(env: str) -> list[str]:
     results = [result for result in results_of("worlds", env) if result.get("test")]
     rows = []
     for temperature in results[0]["test"]["after"]:
-        readings = (partial(published, when, temperature) for when in ("before", "after"))
+        first, last = (partial(published, when, temperature) for when in ("before", "after"))
         samples = results[0]["test"]["after"][temperature]["samples"]
-        cells = changes(env, results, results, *readings, samples)
+        cells = changes(env, results, results, first, last, samples)
         rows += [(temperature, *row) for row in cells]
     return markdown(f"temperature | sub-task | {CHANGE}", rows)
 
 
 def published(when: str, temperature: str, result: Result) -> Shares:
     return dict(result["test"][when][temperature]["items"])
+
+
+def against_imitation(env: str) -> list[str]:
+    """The default run, against imitation of its warm start's demonstrations for as long: on its
+    held-out tasks and on the published ones, at both temperatures."""
+    arms = {"RL": results_of("worlds", env)}
+    arms["imitation"] = results_of("worlds/methods", f"{worlds.IMITATION}-{env}")
+    if len({len(results) for results in arms.values()}) > 1:
+        return []
+    rows = []
+    for temperature in worlds.TEMPERATURES:
+        other = "" if temperature == worlds.TEMPERATURES[0] else temperature
+        readings: dict[str, tuple[Reading, Reading]] = {
+            "held-out": (partial(start, temperature=other), partial(end, temperature=other)),
+            "published": (
+                partial(published, "before", temperature),
+                partial(published, "after", temperature),
+            ),
+        }
+        for tasks, (first, last) in readings.items():
+            before = all_results(arms)
+            run_spread = spread(list(arms.values()), last, SAMPLES)
+            versus = partial(compare, kind_of=kind_in(env), run_spread=run_spread)
+            pairs = [(f"{a} − start", results, before, first, True) for a, results in arms.items()]
+            pairs.append(("RL − imitation", arms["RL"], arms["imitation"], last, False))
+            for name, runs, base, read, is_start in pairs:
+                difference = versus(runs, base, last, read, is_start=is_start)
+                cells = (cell(base, read), cell(runs, last), difference)
+                rows.append((tasks, temperature, name, *cells))
+    titles = "tasks | temperature | difference | from, % | to, % | points"
+    hours = ", ".join(f"{arm} {fmean(r['hours'] for r in rs):.1f}" for arm, rs in arms.items())
+    note = f"Seeds {seeds_in(arms['RL'])}; hours: {hours}; {commits_of(all_results(arms))}."
+    return [*markdown(titles, rows), "", note]
 
 
 def controls_of_default() -> list[str]:
@@ -537,8 +570,11 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
 
 
-def against(name: str, arms: Sequence[str], control: str) -> list[str]:
-    """Each of the arms against a control, GRPO: "long" is the best rate of that horizon."""
+def against(
+    name: str, arms: Sequence[str], control: str, others: Sequence[tuple[str, str]] = ()
+) -> list[str]:
+    """Each of the arms against a control, GRPO ("long" is the best rate of that horizon), and
+    `others`, pairs of arms."""
     runs = runs_of(name)
     if control == "long" and all(at_rate("long", rate) in runs for rate in RATES):
         runs = {**runs, "long": runs[best_rates(runs)["long"]]}
@@ -547,7 +583,7 @@ def against(name: str, arms: Sequence[str], control: str) -> list[str]:
         return []
     reading = reading_of(runs, "turns")(ALL_TURNS)
     lines = [*primary(name, runs, (arms[0], control), reading), ""]
-    pairs = [(arm, control) for arm in arms]
+    pairs = [*((arm, control) for arm in arms), *others]
     lines += [*at_both_temperatures(runs, pairs, "turns", True), ""]
     titles = "arm | learning rate | entropy at the end | turns that began in another's state, %"
     rows = []
@@ -558,6 +594,37 @@ def against(name: str, arms: Sequence[str], control: str) -> list[str]:
         entropy = late_mean(results, "policy/entropy", 3)
         rows.append((arm, rate_of(results), entropy, anchored, cpu_minutes(results)))
     return [*lines, *markdown(f"{titles} | CPU minutes", rows)]
+
+
+def ways() -> list[str]:
+    """Four ways to play. Each has a start of its own: the same weights play each differently."""
+    runs = runs_of("ways")
+    if any(len(runs.get(arm, ())) < len(miniature.SEEDS) for arm in miniature.WAYS):
+        return []
+    reading = reading_of(runs, "turns")(math.inf)
+    lines = [*primary("ways", runs, ("several", "plain"), reading), ""]
+    rows = []
+    for temperature in ("", COOL):
+        first = partial(start, temperature=temperature)
+        reading = reading_of(runs, "turns", temperature)(math.inf)
+        run_spread = spread_in(runs, reading)
+        for arm, results in runs.items():
+            gain = compare(results, results, reading, first, level_of, run_spread, is_start=True)
+            lead = compare(results, runs["plain"], reading, reading, level_of, run_spread)
+            shares = (cell(results, first), cell(results, reading))
+            cells = (temperature or 1, arm, seeds_in(results), *shares, gain)
+            rows.append((*cells, "-" if arm == "plain" else lead, *cost(results)))
+    titles = "temperature | arm | seeds | before, % | after, % | difference from its start, points"
+    titles += " | minus plain | turns per episode | sampled tokens per turn"
+    return [*lines, *markdown(titles, rows), "", f"{commits_of(all_results(runs))}."]
+
+
+def cost(results: Sequence[Result]) -> tuple[str, str]:
+    """Turns per episode and sampled tokens per turn, in the last sixth of the steps."""
+    late = [r["curve"][-len(r["curve"]) // 6 :] for r in results]
+    turns, tokens = (sum(c[-1][x] - c[0][x] for c in late) for x in ("turns", "tokens"))
+    per_episode = fmean(row["train/turns_mean"] for curve in late for row in curve)
+    return f"{per_episode:.1f}", f"{tokens / turns:.1f}"
 
 
 def collapse(result: Result) -> float:
@@ -800,6 +867,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "short": default_runs_summary,
     "worlds": default_runs,
     "textcraft-test": partial(published_split, "textcraft"),
+    "default": partial(against_imitation, "textcraft"),
     "searchqa-test": partial(published_split, "searchqa"),
     "learns": controls_of_default,
     "worlds-methods": default_runs_of_methods,
@@ -809,6 +877,17 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "hot": partial(growth, "hot", ("hot-cap8", "hot-cap24", "hot-grow", "hot-clamp")),
     "credit": partial(against, "credit", tuple(miniature.CREDIT), "long"),
     "losses": partial(against, "losses", tuple(miniature.LOSSES)[1:], "grpo-4"),
+    "distillation": partial(
+        against,
+        "distillation",
+        tuple(miniature.DISTILLATION),
+        "long",
+        (
+            *(("from-model", "shown-by-model"), ("from-model-grow", "from-model")),
+            *(("from-oracle", "shown-by-oracle"), ("from-oracle-grow", "from-oracle")),
+        ),
+    ),
+    "ways": ways,
     "widening": widening,
     "noise": noise,
     "controls": controls,

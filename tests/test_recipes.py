@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -15,12 +16,17 @@ import pytest
 import yaml
 
 from agentevol import EvolConfig
+from agents import Agent
 from config import PAPER, Config, checked, complete, parse_command_line, read_command_line
 from dpo import DpoConfig
+from envclient import connect
+from envs.babyai.env import BabyAI
 from evaluate import EvalConfig
+from formats import React
 from recipes import common, evidence, laboratory, memory, miniature, tables
 from scale.memory import card_bytes, transient_bytes
 from sft import SftConfig
+from trajectory import Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -101,13 +107,17 @@ def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatc
     arm, data = miniature.ARMS[name], tmp_path / "demonstrations.json"
     data.write_text("[]")
     words = miniature.arguments_of(arm, 1, data)
+    for way in miniature.WAYS:  # a start that is made when an arm needs it
+        is_start = miniature.start_folder(way)
+        words = ["recipes/starts/tiny-babyai" if word == is_start else word for word in words]
     options = checked(read_command_line(words, CONFIGS[arm.program])[0])
     lists = [Path(path).stem for path in (options.tasks, options.eval_tasks)]
     if "long_train" in lists:
         assert options.evaluation_rounds == 24
         assert lists[1] in ("long_held_out", "long_development")
     else:
-        assert options.evaluation_rounds == 16
+        rounds = {"plan": 15, "reflect": 8}  # a plan is a turn, too; two attempts
+        assert options.evaluation_rounds == rounds.get(name, 16)
         assert lists[0] == "train" and lists[1] in ("held_out", "evaluated", "development")
     assert ("development" in lists[1]) == (arm.seeds == (miniature.PILOT_SEED,) and "-at-" in name)
     assert (options.steps, options.seed) == (arm.steps, 1)
@@ -238,6 +248,31 @@ def test_held_out_goals_are_not_in_training_or_demonstrations():
     for name, goals in laboratory.lists().items():
         rows = json.loads((laboratory.FOLDER / f"{name}.json").read_text())
         assert [row["item_id"] for row in rows] == [f"babyai_{index}" for index in goals]
+
+
+@pytest.mark.parametrize("way", laboratory.WAYS)
+def test_the_teacher_reads_what_the_policy_will_read(way):
+    pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
+    agent = {"plan": Agent("plan"), "reflect": Agent("reflect", attempts=2)}.get(way, Agent())
+    max_actions = laboratory.MAX_ACTIONS if way == "several" else 1
+    client = connect("babyai", "local", action_format=React(max_actions))
+    rng, env = random.Random(0), BabyAI()
+    for index in laboratory.lists()["held_out"][::30]:
+        record, success = laboratory.play(env, index, rng, error=0.4, way=way)
+        turns = record["conversations"][1:]
+        assert [turn["from"] for turn in turns] == ["human", "gpt"] * (len(turns) // 2)
+        limit = laboratory.CARELESS_TURNS if way == "reflect" else len(turns)
+        t = Trajectory(
+            "t", 0, "babyai", record["item_id"], "", group_id=0, seed=0, max_rounds=limit
+        )
+        text = agent.opening(t, client.reset(index))
+        for read, written in zip(turns[::2], turns[1::2], strict=True):
+            assert text == read["value"]
+            t.turns.append(turn := Turn((0, 0), written["value"], kind=t.next_kind))
+            if turn.kind == "reflect":
+                t.max_rounds = len(turns)
+            text = agent.next_text(t, turn, client, index)
+        assert t.success == success
 
 
 # -------------------------------------------------------------------------------- tables, memory
