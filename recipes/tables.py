@@ -26,6 +26,7 @@ from envs import call_static, get_env  # noqa: E402
 from envs.babyai.levels import LEVELS, level_and_seed  # noqa: E402
 from envs.sciworld.tasks import find_task  # noqa: E402
 from envs.textcraft.recipes import recipe_book  # noqa: E402
+from formats import FORMATS  # noqa: E402
 from recipes import memory, miniature, worlds  # noqa: E402
 from recipes.common import (  # noqa: E402
     COMMITTED,
@@ -244,6 +245,21 @@ def against_imitation(env: str) -> list[str]:
     hours = ", ".join(f"{arm} {fmean(r['hours'] for r in rs):.1f}" for arm, rs in arms.items())
     note = f"Seeds {seeds_in(arms['RL'])}; hours: {hours}; {commits_of(all_results(arms))}."
     return [*markdown(titles, rows), "", note]
+
+
+def formats() -> list[str]:
+    """Three ways to write an action, after equal warm starts and then five steps of RL."""
+    rows = []
+    for name in FORMATS:
+        if not (results := results_of("worlds", name)):
+            return []
+        first = [result["curve"][0] for result in results]
+        valid = 100 * (1 - fmean(row["train/parse_error_rate"] for row in first))
+        tokens = fmean(row["tokens"] / row["turns"] for row in first)
+        shares = (cell(results, start), cell(results, end))
+        rows.append((name, seeds_in(results), f"{valid:.1f}", f"{tokens:.1f}", *shares))
+    titles = "format | seeds | turns with a valid action, % | sampled tokens per turn"
+    return markdown(f"{titles} | held-out goals after the warm start, % | after RL, %", rows)
 
 
 def controls_of_default() -> list[str]:
@@ -867,6 +883,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "short": default_runs_summary,
     "worlds": default_runs,
     "textcraft-test": partial(published_split, "textcraft"),
+    "formats": formats,
     "default": partial(against_imitation, "textcraft"),
     "searchqa-test": partial(published_split, "searchqa"),
     "learns": controls_of_default,

@@ -9,6 +9,7 @@ it takes as long as RL.
     python recipes/worlds.py --env textcraft --seed 0 --published   # also AgentGym's test split
     python recipes/worlds.py --env textcraft --start                # only evaluate the start
     python recipes/worlds.py --env textcraft --seed 0 --method dpo
+    python recipes/worlds.py --env textcraft --name code --action-format code --steps 5
 
 To resume a stopped run from its last checkpoint, repeat the command. The result is written to
 runs/worlds/results, or with --commit to recipes/results/worlds, where tables.py finds it. Options
@@ -103,6 +104,7 @@ def main() -> None:
     methods = (*METHODS, IMITATION)
     parser.add_argument("--method", choices=methods, help="run this program instead of train.py")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
+    parser.add_argument("--name", help="name of the result, for a run with other options")
     parser.add_argument("--start", action="store_true", help="only evaluate the start")
     parser.add_argument(
         "--published", action="store_true", help="play the published test split, too"
@@ -110,7 +112,7 @@ def main() -> None:
     parser.add_argument("--commit", action="store_true", help="write the result to recipes/results")
     options, extra = parser.parse_known_args()
     os.chdir(ROOT)
-    name = f"{options.env}-{options.seed}"
+    name = f"{options.name or options.env}-{options.seed}"
     folder = COMMITTED / "worlds" if options.commit else RUNS / "results"
     if options.start:
         evaluate_start(options.env, folder)
