@@ -80,7 +80,7 @@ class Arm:
     program: str = "train.py"  # "": only its committed results exist; the program is gone
     num_demonstrations: int = 0  # episodes of the teacher, passed by --data
     teacher: str = "careless"  # see write_demonstrations
-    way: str = ""  # the start that this arm needs, as its model or teacher; see make_start
+    needs: str = ""  # weights made before: the start of a way to play, or "better"; see make
 
 
 def rate_options(algorithm: str, rate: float) -> tuple[str, ...]:
@@ -357,26 +357,27 @@ ARMS |= {
         ("--model", start_folder(way), *WAY_LIMITS, *options)
         + ("--on-collapse", "warn", *TWICE, *late(steps)),
         steps=steps,
-        way=way,
+        needs=way,
     )
     for way, (options, steps) in WAYS.items()
 }
 
 
-# A teacher on the student's own turns, or its demonstrations on the same mazes. The teacher is the
-# start of `plain` or the oracle, which here writes only actions; the control is `long-at-*`.
+# A teacher on the student's own turns, or its demonstrations on the same mazes. The teacher is a
+# better checkpoint (the end of `plain`, seed 0) or the oracle, which here writes only actions. The
+# control is GRPO: `long-at-*`.
 def distillation(teacher: str) -> tuple[str, ...]:
     return ("--algorithm", "distill", "--teacher", teacher)
 
 
-BETTER = start_folder("plain")
+BETTER = str(RUNS / f"plain-0/checkpoints/step_{WAYS['plain'][1]:06d}")
 SHOWN = ("--warm-start", "never", "--max-trajectory-tokens", "4096")
 DISTILLATION: dict[str, Arm] = {  # about 36,000 turns each, including those of a demonstration
-    "from-model": Arm(distillation(BETTER), way="plain"),
+    "from-model": Arm(distillation(BETTER), needs="better"),
     "from-model-grow": Arm(
-        (*distillation(BETTER), *widening_options(every=32)), steps=96, way="plain"
+        (*distillation(BETTER), *widening_options(every=32)), steps=96, needs="better"
     ),
-    "shown-by-model": Arm(SHOWN, SEEDS, 50, "sft.py", 50 * 64, "model", way="plain"),
+    "shown-by-model": Arm(SHOWN, SEEDS, 50, "sft.py", 50 * 64, "model", needs="better"),
     "from-oracle": Arm(distillation("oracle-actions")),
     "from-oracle-grow": Arm(
         (*distillation("oracle-actions"), *widening_options(every=32)), steps=96
@@ -586,8 +587,8 @@ def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
     """Start or resume one run and return its record."""
     if arm.program == "teacher":
         return {"arm": name, "seed": seed} | play_teacher()
-    if arm.way:
-        make_start(arm.way)
+    if arm.needs:
+        make(arm.needs)
     run_dir, data = RUNS / f"{name}-{seed}", RUNS / f"{name}-{seed}-shown.json"
     turns = write_demonstrations(arm, seed, data) if arm.num_demonstrations else 0.0
     run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
@@ -606,18 +607,26 @@ def set_development_apart(result: Result) -> None:
         evaluation["development"] = {i: x for i, x in solved_in.items() if not is_held_out(i)}
 
 
-def make_start(way: str) -> None:
-    """Train the start of a way to play, unless that is done: tiny-babyai imitates the careful
-    teacher, who plays in this way. All seeds have the same start."""
-    data = RUNS / f"start-{way}.json"
-    with open(RUNS / f"start-{way}.lock", "w") as lock:
+def make(weights: str) -> None:
+    """Train the weights that other arms need, unless that is done. The start of a way to play:
+    tiny-babyai imitates the careful teacher, who plays in this way. "better": RL from the start of
+    `plain`. All seeds of an arm use the same weights."""
+    is_better = weights == "better"
+    if is_better:
+        make("plain")
+    run_dir = RUNS / ("plain-0" if is_better else f"start-{weights}")
+    with open(run_dir.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_better:
+            run_program("train.py", arguments_of(ARMS["plain"], 0, run_dir), run_dir)
+            return
+        data = run_dir.with_suffix(".json")
         if not data.exists():
-            style = laboratory.CAREFUL | {"shares": WAY_SHARES, "way": way}
+            style = laboratory.CAREFUL | {"shares": WAY_SHARES, "way": weights}
             episodes, _ = laboratory.demonstrate(16 * WAY_STEPS, 2, laboratory.PLAYED, **style)
             write_json(data, episodes)
-        words = ["--data", str(data), "--prompt", str(laboratory.prompt_file(way))]
-        run_program("sft.py", [*WAY_START, *words], data.with_suffix(""))
+        words = ["--data", str(data), "--prompt", str(laboratory.prompt_file(weights))]
+        run_program("sft.py", [*WAY_START, *words], run_dir)
 
 
 def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:

@@ -107,9 +107,9 @@ def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatc
     arm, data = miniature.ARMS[name], tmp_path / "demonstrations.json"
     data.write_text("[]")
     words = miniature.arguments_of(arm, 1, data)
-    for way in miniature.WAYS:  # a start that is made when an arm needs it
-        is_start = miniature.start_folder(way)
-        words = ["recipes/starts/tiny-babyai" if word == is_start else word for word in words]
+    # Weights that are made when an arm needs them.
+    made = [miniature.BETTER, *map(miniature.start_folder, miniature.WAYS)]
+    words = ["recipes/starts/tiny-babyai" if word in made else word for word in words]
     options = checked(read_command_line(words, CONFIGS[arm.program])[0])
     lists = [Path(path).stem for path in (options.tasks, options.eval_tasks)]
     if "long_train" in lists:
