@@ -548,6 +548,12 @@ def imitation() -> list[str]:
     return [*lines, *at_both_temperatures(arms, pairs)]
 
 
+def gate() -> list[str]:
+    """Do the goals of `growth` need the long horizon? Its first two seeds."""
+    runs = {arm: runs_of("growth")[arm][:2] for arm in ("cap8", "cap24")}
+    return at_both_temperatures(runs, [("cap24", "cap8")], "turns", True)
+
+
 def growth(name: str, arms: Sequence[str]) -> list[str]:
     """Is there a regime in which it helps to grow the horizon?
 
@@ -890,6 +896,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "worlds-methods": default_runs_of_methods,
     "rates": rates,
     "imitation": imitation,
+    "gate": gate,
     "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink")),
     "hot": partial(growth, "hot", ("hot-cap8", "hot-cap24", "hot-grow", "hot-clamp")),
     "credit": partial(against, "credit", tuple(miniature.CREDIT), "long"),
