@@ -659,7 +659,7 @@ def sampled_from(model: str, count: int, seed: int, out: Path) -> tuple[list[Rec
     words += [x for name in names for x in (f"--{name.replace('_', '-')}", str(options[name]))]
     run([sys.executable, "evaluate.py", *words, "--max-rounds", str(options["rounds"][0])])
     log = out / "trajectories.jsonl"
-    episodes = [record for record in read_records([log]) if record["return"] == 1]
+    episodes = [record for record in read_records([log]) if record["return"] > 0]  # if solved
     if len(episodes) < count:
         raise SystemExit(f"{model} solved only {len(episodes)} of {2 * count} mazes")
     turns = sum(len(line["turns"]) for line in read_lines(log)) * count / len(episodes)
