@@ -55,7 +55,6 @@ MAX_TURNS = 32  # of a demonstration
 # How the careful teacher plays
 CAREFUL: dict[str, Any] = {"error": 0.15, "max_turns": 40, "hides_errors": True}
 CAREFUL_SHARES = {"near": 0.3, "middle": 0.3, "far": 0.4}
-WAYS = ("plain", "several", "plan", "reflect")
 MAX_ACTIONS = 3  # in a turn of `several`
 MAX_PLANNED = 6  # actions in a plan or a reflection
 CARELESS_TURNS, CARELESS_ERROR = 8, 0.6  # of the attempt before a reflection
@@ -79,7 +78,7 @@ def goals(part: str, tiers: Mapping[str, Sequence[int]], **counts: int) -> list[
 
 
 def lists() -> dict[str, list[int]]:
-    """The committed id lists. `long_*` are for horizons up to 24; a third of their goals is far."""
+    """The committed id lists. `long_*` are for horizons up to 24, with far goals."""
     held_out = goals("held_out", PLAYED, near=15, middle=15)
     development = goals("development", PLAYED, near=5, middle=5)
     return {
@@ -103,6 +102,7 @@ def is_held_out(task_id: str) -> bool:
 
 
 def prompt_file(way: str) -> Path:
+    """The messages before a task, for a way to play."""
     return FOLDER / ("prompt_several.json" if way == "several" else "prompt.json")
 
 
@@ -120,7 +120,7 @@ def play(
     Args:
         error: probability of a random move.
         hides_errors: random moves are not to be imitated.
-        way: one of WAYS.
+        way: plain, several, plan or reflect.
     """
     messages: list[dict[str, Any]] = [
         {"from": NAMES[m["role"]], "loss": None, "value": m["content"]}
@@ -135,8 +135,7 @@ def play(
         """Play until the episode ends; returns the last observation and whether it succeeded."""
         for _ in range(max_turns):
             is_random = rng.random() < error
-            lines, ends, success = [], False, False
-            observation = text
+            lines = []
             for _ in range(rng.randint(1, MAX_ACTIONS) if way == "several" else 1):
                 action = rng.choice(env.available_actions()) if is_random else env.oracle()[1]
                 lines.append(f"Action: {action}")

@@ -2,7 +2,8 @@
 
 In the laboratory (laboratory.py; its options are in miniature.json) a run takes minutes, so every
 arm has several seeds. For a given seed, all arms train on the same goals in the same order. All
-arms are evaluated on held-out goals with 16 turns. FIGURES lists the arms behind each question.
+arms are evaluated on held-out goals with 16 turns, or 24 if many are far. FIGURES lists the arms
+behind each question.
 
     python recipes/miniature.py                    start missing runs and resume stopped ones
     python recipes/miniature.py --figure rates     only the runs of one figure
@@ -21,7 +22,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -80,7 +82,6 @@ class Arm:
     program: str = "train.py"  # "": only its committed results exist; the program is gone
     num_demonstrations: int = 0  # episodes of the teacher, passed by --data
     teacher: str = "careless"  # see write_demonstrations
-    needs: str = ""  # weights made before: the start of a way to play, or "better"; see make
 
 
 def rate_options(algorithm: str, rate: float) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ def imitation(rate: float) -> Arm:
     return replace(ARMS["imitation"], options=(*options, "--eval-every", "144"))
 
 
-# Goals of which a third are far, with horizons of up to 24 turns, and the paper's KL loss.
+# Training goals of which a third are far, with horizons of up to 24 turns, and the paper's KL loss.
 LONG_GOALS = (
     *("--model", "recipes/starts/tiny-babyai-far", "--tasks", "recipes/laboratory/long_train.json"),
     *("--eval-tasks", "recipes/laboratory/long_held_out.json", "--eval-rounds", "24"),
@@ -327,7 +328,8 @@ CHOICES |= {
 WAYS: dict[str, tuple[tuple[str, ...], int]] = {  # options and steps, for about 36,000 turns
     "plain": ((), 60),
     "several": (
-        ("--max-actions-per-turn", "3", "--prompt", "recipes/laboratory/prompt_several.json"),
+        ("--max-actions-per-turn", str(laboratory.MAX_ACTIONS))
+        + ("--prompt", "recipes/laboratory/prompt_several.json"),
         90,
     ),
     "plan": (("--agent", "plan", "--rounds", "15", "--eval-rounds", "15"), 60),
@@ -356,7 +358,6 @@ ARMS |= {
         ("--model", start_folder(way), *WAY_LIMITS, *options)
         + ("--on-collapse", "warn", *TWICE, *late(steps)),
         steps=steps,
-        needs=way,
     )
     for way, (options, steps) in WAYS.items()
 }
@@ -372,11 +373,9 @@ def distillation(teacher: str) -> tuple[str, ...]:
 BETTER = str(RUNS / f"plain-0/checkpoints/step_{WAYS['plain'][1]:06d}")
 SHOWN = ("--warm-start", "never", "--max-trajectory-tokens", "4096")
 DISTILLATION: dict[str, Arm] = {  # about 36,000 turns each, including those of a demonstration
-    "from-model": Arm(distillation(BETTER), needs="better"),
-    "from-model-grow": Arm(
-        (*distillation(BETTER), *widening_options(every=32)), steps=96, needs="better"
-    ),
-    "shown-by-model": Arm(SHOWN, SEEDS, 50, "sft.py", 50 * 64, "model", needs="better"),
+    "from-model": Arm(distillation(BETTER)),
+    "from-model-grow": Arm((*distillation(BETTER), *widening_options(every=32)), steps=96),
+    "shown-by-model": Arm(SHOWN, SEEDS, 50, "sft.py", 50 * 64, "model"),
     "from-oracle": Arm(distillation("oracle-actions")),
     "from-oracle-grow": Arm(
         (*distillation("oracle-actions"), *widening_options(every=32)), steps=96
@@ -585,8 +584,7 @@ def play(name: str, arm: Arm, seed: int, extra: Sequence[str] = ()) -> Result:
     """Start or resume one run and return its record."""
     if arm.program == "teacher":
         return {"arm": name, "seed": seed} | play_teacher()
-    if arm.needs:
-        make(arm.needs)
+    make_weights(arm.options)
     run_dir, data = RUNS / f"{name}-{seed}", RUNS / f"{name}-{seed}-shown.json"
     turns = write_demonstrations(arm, seed, data) if arm.num_demonstrations else 0.0
     run_program(arm.program, arguments_of(arm, seed, data, extra), run_dir)
@@ -605,26 +603,38 @@ def set_development_apart(result: Result) -> None:
         evaluation["development"] = {i: x for i, x in solved_in.items() if not is_held_out(i)}
 
 
-def make(weights: str) -> None:
-    """Train the weights that other arms need, unless that is done. The start of a way to play:
-    tiny-babyai imitates the careful teacher, who plays in this way. "better": RL from the start of
-    `plain`. All seeds of an arm use the same weights."""
-    is_better = weights == "better"
-    if is_better:
-        make("plain")
-    run_dir = RUNS / ("plain-0" if is_better else f"start-{weights}")
-    with open(run_dir.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_better:
-            run_program("train.py", arguments_of(ARMS["plain"], 0, run_dir), run_dir)
-            return
-        data = run_dir.with_suffix(".json")
+def make_weights(options: Sequence[str]) -> None:
+    """Train the weights that options name, unless that is done: BETTER, or the start of a way to
+    play. All seeds of an arm use the same weights."""
+    if BETTER in options:
+        plain = ARMS["plain"]
+        make_weights(plain.options)
+        with alone("plain-0"):
+            run_program(plain.program, arguments_of(plain, 0, Path()), RUNS / "plain-0")
+    for way in WAYS:
+        if start_folder(way) in options:
+            make_start(way)
+
+
+def make_start(way: str) -> None:
+    """Let tiny-babyai imitate the careful teacher, who plays in this way."""
+    run_dir = RUNS / f"start-{way}"
+    data = run_dir.with_suffix(".json")
+    with alone(run_dir.name):
         if not data.exists():
-            style = laboratory.CAREFUL | {"shares": WAY_SHARES, "way": weights}
+            style = laboratory.CAREFUL | {"shares": WAY_SHARES, "way": way}
             episodes, _ = laboratory.demonstrate(16 * WAY_STEPS, 2, laboratory.PLAYED, **style)
             write_json(data, episodes)
-        words = ["--data", str(data), "--prompt", str(laboratory.prompt_file(weights))]
+        words = ["--data", str(data), "--prompt", str(laboratory.prompt_file(way))]
         run_program("sft.py", [*WAY_START, *words], run_dir)
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Wait until no other process trains the run with this name."""
+    with open(RUNS / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
@@ -636,6 +646,7 @@ def write_demonstrations(arm: Arm, seed: int, path: Path) -> float:
     if not about.exists():
         mazes, tiers = laboratory.SEEDS["train"], laboratory.TIERS
         if arm.teacher == "model":
+            make_weights((BETTER,))
             demonstrations, turns = sampled_from(BETTER, count, seed, path.with_suffix(""))
         elif arm.teacher == "oracle":
             demonstrations, turns = demonstrate(laboratory.PLAYED, mazes, WAY_SHARES, error=0.0)

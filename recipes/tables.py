@@ -221,7 +221,7 @@ def against_imitation(env: str) -> list[str]:
     arms["imitation"] = results_of("worlds/methods", f"{worlds.IMITATION}-{env}")
     if len({len(results) for results in arms.values()}) > 1:
         return []
-    rows = []
+    rows, before = [], all_results(arms)
     for temperature in worlds.TEMPERATURES:
         other = "" if temperature == worlds.TEMPERATURES[0] else temperature
         readings: dict[str, tuple[Reading, Reading]] = {
@@ -232,7 +232,6 @@ def against_imitation(env: str) -> list[str]:
             ),
         }
         for tasks, (first, last) in readings.items():
-            before = all_results(arms)
             run_spread = spread(list(arms.values()), last, SAMPLES)
             versus = partial(compare, kind_of=kind_in(env), run_spread=run_spread)
             pairs = [(f"{a} − start", results, before, first, True) for a, results in arms.items()]
@@ -243,7 +242,7 @@ def against_imitation(env: str) -> list[str]:
                 rows.append((tasks, temperature, name, *cells))
     titles = "tasks | temperature | difference | from, % | to, % | points"
     hours = ", ".join(f"{arm} {fmean(r['hours'] for r in rs):.1f}" for arm, rs in arms.items())
-    note = f"Seeds {seeds_in(arms['RL'])}; hours: {hours}; {commits_of(all_results(arms))}."
+    note = f"Seeds {seeds_in(arms['RL'])}; hours: {hours}; {commits_of(before)}."
     return [*markdown(titles, rows), "", note]
 
 

@@ -250,7 +250,7 @@ def test_held_out_goals_are_not_in_training_or_demonstrations():
         assert [row["item_id"] for row in rows] == [f"babyai_{index}" for index in goals]
 
 
-@pytest.mark.parametrize("way", laboratory.WAYS)
+@pytest.mark.parametrize("way", miniature.WAYS)
 def test_the_teacher_reads_what_the_policy_will_read(way):
     pytest.importorskip("minigrid", reason="NOT TESTED: make setup ENV=babyai")
     agent = {"plan": Agent("plan"), "reflect": Agent("reflect", attempts=2)}.get(way, Agent())
