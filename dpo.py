@@ -121,8 +121,6 @@ class DpoConfig(IteratedConfig):
     beta: float = 0.1  # strength of the pull towards the reference policy [paper: 0.5]
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """loss function: sigmoid (DPO), ipo (IPO) or hinge (as in SLiC)"""
-    label_smoothing: float = 0.0
-    """assumed probability that chosen and rejected are swapped (0..0.5; only with sigmoid)"""
     sft_coef: float = 1.0
     """weight of the imitation loss per token, which keeps the likelihood of the chosen trajectory
     from falling; 0: DPO without imitation [paper: 0]"""
@@ -141,9 +139,6 @@ class DpoConfig(IteratedConfig):
 
     def check(self) -> None:
         super().check()
-        self.require("label_smoothing", 0 <= self.label_smoothing < 0.5, "must be in [0, 0.5)")
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise Misuse("--label-smoothing needs --loss sigmoid; leave it out")
         is_even = self.mini_batch_size % 2 == 0
         self.require("mini_batch_size", is_even, "must be even: a pair is two trajectories")
         if bool(self.expert) != bool(self.experience):
@@ -247,7 +242,6 @@ def preference_loss(
     ref_chosen: Tensor,
     ref_rejected: Tensor,
     beta: float = 0.1,
-    label_smoothing: float = 0.0,
     kind: str = "sigmoid",
     denominator: float | None = None,
 ) -> PreferenceLoss:
@@ -264,8 +258,6 @@ def preference_loss(
         chosen, rejected: (P,) log π, summed over each trajectory's policy tokens, with gradient.
         ref_chosen, ref_rejected: (P,) the same for the frozen reference.
         beta: β; smaller values allow the policy to move further from the reference.
-        label_smoothing: ε, the probability that a pair is swapped ("conservative" DPO):
-            f becomes (1 − ε) f(h) + ε f(−h). Only with "sigmoid".
         kind: a key of PREFERENCES.
         denominator: N, the number of pairs in the *whole* mini-batch; None: in this call.
     Raises:
@@ -278,9 +270,6 @@ def preference_loss(
     rejected_ratio = rejected - ref_rejected.detach()  # (P,)
     h = chosen_ratio - rejected_ratio  # (P,)
     losses = PREFERENCES[kind](h, beta)  # (P,)
-    if label_smoothing:
-        swapped = PREFERENCES[kind](-h, beta)  # (P,)
-        losses = (1 - label_smoothing) * losses + label_smoothing * swapped
     metrics = (beta * h, (h > 0).to(h.dtype), beta * chosen_ratio, beta * rejected_ratio)
     means = [x.detach().sum() / num_pairs for x in metrics]
     return PreferenceLoss(losses.sum() / num_pairs, *means)
@@ -305,11 +294,8 @@ def prefer(
         assert b.ref_sums is not None
         sums = torch.where(b.loss_mask.bool(), log_probs, 0.0).sum(1)  # (B,)  log π(τ)
         chosen, rejected = sums[0::2], sums[1::2]  # (P,) each
-        ref_chosen, ref_rejected = b.ref_sums[0::2], b.ref_sums[1::2]
-        result = preference_loss(
-            *(chosen, rejected, ref_chosen, ref_rejected),
-            *(config.beta, config.label_smoothing, config.loss, num_pairs),
-        )
+        ref = b.ref_sums[0::2], b.ref_sums[1::2]
+        result = preference_loss(chosen, rejected, *ref, config.beta, config.loss, num_pairs)
         num_tokens = b.loss_mask[0::2].sum(1)  # (P,) of the chosen rows
         imitation = -(chosen / num_tokens).sum() / num_pairs
         loss = result.loss + config.sft_coef * imitation
