@@ -264,18 +264,25 @@ def test_the_table_gives_each_estimator_what_it_needs():
     batch.old_log_probs, batch.teacher_log_probs = values, 2 * values
     expected = {
         "distill": distill(values, 2 * values, mask),
-        "gigpo": gigpo(rewards, mask, groups, anchors, 0.9),
+        "gigpo": gigpo(rewards, mask, groups, anchors, 0.9, 0.5),
         "grpo": grpo(rewards, mask, groups),
         "ppo": gae(rewards, values, mask, 0.9, 0.8),
         "rloo": rloo(rewards, mask, groups),
         "reinforce_plus_plus": reinforce_plus_plus(rewards, mask, 0.9),
     }
     assert ESTIMATORS.keys() == expected.keys()
+    config = Config(gamma=0.9, lam=0.8, gigpo_weight=0.5)
     for name, numbers in expected.items():
-        actual = ESTIMATORS[name](batch, replace(Config(), gamma=0.9, lam=0.8))
+        actual = ESTIMATORS[name](batch, config)
         assert all(torch.equal(x, y) for x, y in zip(actual, numbers, strict=True))
-    unscaled = ESTIMATORS["grpo"](batch, replace(Config(), scale_by_std=False))
-    assert torch.equal(unscaled[0], grpo(rewards, mask, groups, scale_by_std=False)[0])
+    config = replace(config, scale_by_std=False, gae_unit="turn")
+    expected = {
+        "grpo": grpo(rewards, mask, groups, scale_by_std=False),
+        "gigpo": gigpo(rewards, mask, groups, anchors, 0.9, 0.5, scale_by_std=False),
+        "ppo": gae_by_turn(rewards, values, mask, 0.9, 0.8),
+    }
+    for name, numbers in expected.items():
+        assert torch.equal(ESTIMATORS[name](batch, config)[0], numbers[0]), name
 
 
 # ------------------------------------------------------------------------------------ properties

@@ -1,7 +1,10 @@
 """agents.py: plans and reflections are sampled and stay in view, but no environment reads them."""
 
+from dataclasses import replace
+
 import pytest
 from fakes import (
+    FakeClient,
     FakePool,
     ScriptedEngine,
     draw,
@@ -122,3 +125,17 @@ def test_attempts_end_with_success_with_their_number_or_with_the_token_budget():
     handler = played(Agent("reflect", 9), ("go<e>", "no<e>") * 9, lost, max_trajectory_tokens=60)
     assert (handler.stop_reason, len(handler.input_ids) <= 60) == ("length", True)
     assert ids_of("<e>")[0] in handler.input_ids
+
+
+def test_every_attempt_begins_with_the_seed_of_the_episode(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(FakeClient, "reset", lambda c, i, seed=0: seeds.append(seed) or "dark")
+    monkeypatch.setattr(FakeClient, "score", 0.0, raising=False)
+    requests = [replace(r, seed=7) for r in requests_of(1)]
+    engine, pool = (
+        ScriptedEngine(saying("go<e>", "no<e>", "go<e>")),
+        FakePool(playing(*[observe("dark", 0.0, True)] * 2)),
+    )
+    settings = settings_of(agent=Agent("reflect", 2))
+    collect(engine, pool, ChatTemplate(WORDS), requests, settings)
+    assert seeds == [7, 7]

@@ -128,6 +128,18 @@ def test_a_demonstration_has_the_tokens_of_the_same_episode_when_sampled(chat, r
     assert to_agenttraj(handler.task_id, handler.messages, len(handler.turns)) == record
 
 
+def test_an_encoded_conversation_keeps_the_blanks_of_its_observations(chat):
+    """Trap 8: the environment's texts are sampled from as they are."""
+    texts = (" Goal:\n", "Action: look", "  a log \n", "Action: get 1 log")
+    turns = [
+        {"from": ("human", "gpt")[n % 2], "loss": bool(n % 2), "value": text}
+        for n, text in enumerate(texts)
+    ]
+    handler = encode(chat, {"item_id": "x", "conversations": turns}).trajectory
+    expected = chat.opening([], texts[0]) + chat.action(texts[1])
+    assert handler.input_ids == expected + chat.observation(texts[2]) + chat.action(texts[3])
+
+
 def test_agentgyms_opening_dialogue_and_turns_without_loss_are_not_learned(chat):
     triples = [
         ("human", None, "You are to craft."),
@@ -174,6 +186,20 @@ def test_advice_replaces_a_random_turn_of_a_trajectory_and_is_all_that_is_learne
     t.turns[0].advice = None  # the oracle knew no move
     t.turns[1].advice = "Action: get 3 planks" * 300
     assert advised(chat, [t], max_tokens=1000, seed=0) == [] and not t.used_in_loss
+
+
+def test_the_turn_that_is_advised_depends_on_seed_and_trajectory(chat):
+    ts = [sampled_trajectory(chat, n, 0.0) for n in range(8)]
+    for turn in (turn for t in ts for turn in t.turns):
+        turn.advice = "go"
+    numbers = {
+        seed: [
+            [t.action_span[0] for t in ts[n].turns].index(e.loss_mask.index(1))
+            for n, e in enumerate(advised(chat, ts, 1000, seed))
+        ]
+        for seed in (0, 1)
+    }
+    assert {*numbers[0]} == {*numbers[1]} == {0, 1} and numbers[0] != numbers[1]
 
 
 def test_demonstrations_are_cached_by_tasks_count_seed_and_source(empty_cache, monkeypatch):

@@ -31,6 +31,7 @@ from envclient import (
 )
 from envs import ParseError
 from envs.common import without_thought
+from formats import React
 
 ROOT = Path(__file__).parents[1]
 ACTION = "Thought: look.\nAction: inventory"
@@ -187,6 +188,15 @@ def test_score_is_the_sum_of_rewards_unless_the_server_sends_a_score(server, cli
     assert client.step(ACTION).info["score"] == 0.6
     with pytest.raises(EnvProtocolError, match="not to 1.2"):  # more than 1 over the episode
         client.step(ACTION)
+
+
+def test_the_rewards_of_several_actions_are_added(server):
+    """Trap 16: the last one must not replace the others."""
+    server.script["/step"] = [(200, STEP | {"reward": r}) for r in (0.25, 0.5, 0)]
+    with connect("textcraft", server.url, action_format=React(3)) as client:
+        client.reset(0)
+        result = client.step("Action: inventory\n" * 3)
+        assert result.reward == client.score == 0.75
 
 
 # --- Mistakes of the policy: reward 0, and the episode continues ---------------------------------

@@ -279,6 +279,15 @@ def test_as_a_loss_k1_does_nothing_k2_is_reverse_and_k3_forward_kl(estimator, di
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_of_a_token_that_the_policy_has_eliminated_is_finite(estimator):
+    """Trap 32: exp(100) overflows; a clamp behind it would give a gradient of 0 · inf = NaN."""
+    log_probs = torch.tensor([[-100.0]], requires_grad=True)
+    kl = kl_estimate(log_probs, torch.zeros(1, 1), estimator).clamp(max=10.0)
+    kl.sum().backward()
+    assert kl.isfinite().all() and log_probs.grad.isfinite().all()
+
+
 def test_kl_in_the_reward_is_subtracted_only_on_policy_tokens():
     """Trap 1: a misplaced reward is kept in place, so the estimators will reject it."""
     token_rewards = torch.tensor([[0.0, 2.0, 1.0]]).double()

@@ -93,6 +93,12 @@ def test_repeated_tokens_are_counted_within_each_turn():
     assert summarize_trajectories([trajectory(0, 1.0)])["train/repeated_token_rate"] == 0
 
 
+def test_a_plan_is_no_action_that_could_not_be_parsed():
+    t = trajectory(0, 1.0, turns=4)
+    t.turns[0].kind, t.turns[1].parse_error = "plan", "no Action: line"
+    assert summarize_trajectories([t])["train/parse_error_rate"] == 1 / 3
+
+
 def test_a_trajectory_lost_to_infrastructure_changes_no_mean_and_is_counted():
     """Trap 5: a dead server must not look like a weak policy."""
     valid = [trajectory(0, 1.0, "success"), trajectory(0, 0.0)]

@@ -123,6 +123,21 @@ def test_the_program_of_every_arm_accepts_its_options(name, tmp_path, monkeypatc
     assert (options.steps, options.seed) == (arm.steps, 1)
 
 
+def test_horizons_are_compared_at_equal_updates_two_temperatures_and_rates_chosen_apart():
+    """Trap 33. The mazes that choose a rate are evaluated beside the held-out ones, not among
+    them."""
+    arms, lists = miniature.ARMS, laboratory.lists()
+    assert {arms[name].steps for name in ("short", *miniature.OFTEN)} == {miniature.SHORT_STEPS}
+    rated = [arms[miniature.at_rate(n, r)] for n in miniature.HORIZONS for r in miniature.RATES]
+    for arm in rated:
+        name = Path(arm.options[arm.options.index("--eval-tasks") + 1]).stem
+        assert {*lists["development"]} <= {*lists[name]} > {*lists["held_out"]}
+    chosen = [choice.make(choice.rates[0]) for choice in miniature.CHOICES.values()]
+    for arm in (*rated, *chosen, *(arms[name] for name in miniature.OFTEN)):
+        where = arm.options.index("--eval-temperatures")
+        assert arm.options[where + 1 : where + 3] == ("1", "0.3")
+
+
 def solving(start, end):
     """An evaluation before and one after training, each of ten episodes on one development maze."""
     shares = [{"development": {"babyai_1": [9] * n + [0] * (10 - n)}} for n in (start, end)]

@@ -278,6 +278,43 @@ def test_each_part_of_the_key_changes_the_seed():
     assert sampling_seed(*base) == 4994733517405576116  # the same on any machine
 
 
+def test_every_turn_is_sampled_at_the_temperature_with_a_seed_of_its_own(chat):
+    """The seed is that of (run, step, task, sample, turn)."""
+    engine = ScriptedEngine(saying("wait<e>", "wait<e>", "wait<e>"))
+    settings = settings_of(temperature=0.7, seed=5)
+    requests = requests_of(2, num_samples=2, step=4)
+    collect(engine, FakePool(playing(*[observe("no")] * 3)), chat, requests, settings)
+    assert {sampling.temperature for *_, sampling in engine.requests} == {0.7}
+    assert sorted(sampling.seed for *_, sampling in engine.requests) == sorted(
+        sampling_seed(5, 4, f"fake_{task}", sample, turn)
+        for task in range(2)
+        for sample in range(2)
+        for turn in range(3)
+    )
+
+
+def test_an_episode_begins_at_its_task_with_its_seed(chat, monkeypatch):
+    resets, reset = [], FakeClient.reset
+
+    def noted(client, task_index, seed=0):
+        resets.append((task_index, seed))
+        return reset(client, task_index, seed)
+
+    monkeypatch.setattr(FakeClient, "reset", noted)
+    requests = [replace(r, seed=70 + r.group_id) for r in requests_of(2)]
+    pool, engine = FakePool(playing(observe("home", 1.0, True))), ScriptedEngine(saying("go<e>"))
+    collect(engine, pool, chat, requests, settings_of())
+    assert sorted(resets) == [(0, 70), (1, 71)]
+
+
+def test_the_oracle_is_asked_before_every_act(chat, monkeypatch):
+    monkeypatch.setattr(FakeClient, "oracle", lambda c: ("why", f"go {c.num_turns}"), raising=False)
+    monkeypatch.setattr(FakeClient, "say", lambda client, *words: " ".join(words), raising=False)
+    engine, pool = ScriptedEngine(saying(*["wait<e>"] * 3)), FakePool(playing(*[observe("no")] * 3))
+    (handler,) = collect(engine, pool, chat, requests_of(1), settings_of(ask_oracle=True))
+    assert [turn.advice for turn in handler.turns] == ["why go 0", "why go 1", "why go 2"]
+
+
 # -------------------------------------------------------------------------------- failures
 
 

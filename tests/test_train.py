@@ -1,5 +1,6 @@
 """train.py from the command line: the files of a run, failures, Ctrl-C, resume."""
 
+import contextlib
 import json
 import os
 import signal
@@ -33,11 +34,12 @@ from models import load_policy
 from reporting import metrics
 from reporting.logs import read_log
 from reporting.metrics import summarize_trajectories
+from rollout import RolloutLog
 from run import checkpoint, worker
 from run.clock import Clock
-from run.errors import OutOfMemory
+from run.errors import OutOfMemory, SyncError
 from scale.default_models import resolve_model
-from train import RLWorker, more_requests, select
+from train import RLWorker, more_requests, requests_of, select, shuffle_rewards
 from trajectory import RolloutHandler, Turn
 
 
@@ -237,6 +239,28 @@ def test_a_run_that_draws_uncertain_tasks_is_resumed_exactly(tmp_path, monkeypat
     assert uncertainties[0] == 0.25 and max(uncertainties[4:]) < 0.25, "all tasks are known"
 
 
+def test_an_evaluation_samples_at_its_temperature_and_a_rollout_at_that_of_training(monkeypatch):
+    """Trap 17."""
+    settings, task = [], Task("textcraft_1", 1, "", "textcraft")
+    monkeypatch.setattr(worker, "collect", lambda *args: settings.append(args[4]) or [])
+    w = SimpleNamespace(config=Config(temperature=0.8, eval_samples=1), eval_tasks=[task])
+    w.engine = w.pool = w.chat = None
+    w.stop, w.play = SimpleNamespace(allowed=contextlib.nullcontext), partial(worker.Worker.play, w)
+    worker.Worker.evaluate(w, 2, 0.3)
+    w.play(requests_of(1, [task], w.config, {"textcraft": 5}), 0, "rollout", RolloutLog())
+    assert [s.temperature for s in settings] == [0.3, 0.8]
+
+
+def test_the_horizon_is_a_function_of_the_step_and_counts_nothing():
+    """Trap 11: a resumed run asks for its first step like an uninterrupted one."""
+    c = Config(
+        rounds_scheduler="scaling_inter_stepwise", rounds=(10, 20, 30), steps_scaling_inter=100
+    )
+    worker = SimpleNamespace(config=c)
+    horizons = [RLWorker.rounds_at(worker, n)["textcraft"] for n in (101, 1, 201, 200, 100)]
+    assert horizons == [20, 10, 30, 20, 10]
+
+
 # --- The trajectories in the loss ----------------------------------------------------------------
 
 
@@ -276,6 +300,32 @@ def test_the_signal_share_is_relative_to_the_trajectories_that_were_compared():
     assert num_compared == 5
 
 
+class OneTaskPays(Letters):
+    """Only the second task pays a reward, so all other groups are silent."""
+
+    def step(self, action):
+        observation, reward, *ends, info = super().step(action)
+        return observation, reward * (self.task_index == 1), *ends, info
+
+
+def test_silent_groups_take_no_optimizer_steps_away_and_few_rows_count_more(tmp_path, monkeypatch):
+    """Trap 28: 16 trajectories in mini-batches of 4 are four steps. Only two of them have a signal,
+    which is enough for two steps, each with twice the weight."""
+    shares, update = [], RLWorker.update
+
+    def update_with_share(self, step, batch, objective, share):
+        shares.append(share)
+        return update(self, step, batch, objective, share)
+
+    monkeypatch.setattr(RLWorker, "update", update_with_share)
+    sizes = {"tasks_per_step": 8, "group_size": 2, "mini_batch_size": 4}
+    with serve(OneTaskPays) as url:
+        _, run_dir = run_in_process(tmp_path, url, steps=1, deterministic=True, **sizes)
+    (line,) = read_metrics(run_dir)
+    assert (line["train/trajectories_used"], line["policy/optimizer_steps"]) == (2, 2)
+    assert shares == [2 * line["data/signal_share"]]
+
+
 def test_only_the_groups_with_the_largest_spread_are_kept():
     groups = [
         [make_trajectory(g, r) for r in returns]
@@ -285,6 +335,8 @@ def test_only_the_groups_with_the_largest_spread_are_kept():
     usable, num_compared, metrics = select(trajectories, Config(keep_uncertain=0.5))
     assert usable == groups[0] + groups[3] and num_compared == 4
     assert metrics["data/signal_share"] == 1.0
+    usable, *_ = select(trajectories[:6], Config(keep_uncertain=0.5))
+    assert usable == groups[0] + groups[1], "half of three groups are two"
     silent = [make_trajectory(g, 1.0) for g in (4, 4, 5, 5)]  # groups of the step, too
     usable, num_compared, _ = select([*trajectories, *silent], Config(keep_uncertain=0.5))
     assert usable == groups[0] + groups[1] + groups[3] and num_compared == 6
@@ -326,6 +378,19 @@ def test_tasks_without_signal_are_replaced_from_a_stream_of_their_own(capsys):
     assert more[0].group_id == 2
 
 
+def test_replaced_tasks_have_random_numbers_of_their_own():
+    """Each step and round draws others than the first draw did, and continues its sample numbers,
+    on which the sampler's random numbers depend."""
+    c = Config(dynamic_sampling=2, tasks_per_step=2, group_size=2)
+    tasks, horizons = [Task(f"t_{i}", i, "", "textcraft") for i in range(9)], {"textcraft": 5}
+    draws = [more_requests(s, n, 2, tasks, c, horizons) for s in (1, 2, 3) for n in (1, 2)]
+    draws += [requests_of(step, tasks, c, horizons) for step in range(1, 10)]
+    seeds = [seed for draw in draws for seed in {r.seed for r in draw}]
+    assert len(seeds) == len({*seeds}) == 2 * len(draws)
+    for step, n in ((0, 1), (1, 2)):
+        assert {r.sample for r in draws[step]} == {4 * n, 4 * n + 1}
+
+
 def test_the_penalty_for_length_is_paid_on_the_last_policy_token():
     trajectories = [make_trajectory(0, 1.0, num_tokens=n) for n in (6, 9, 5)]
     trajectories[2].stop_reason = "length"  # a long observation did not fit
@@ -347,6 +412,18 @@ def test_returns_that_differ_only_by_rounding_give_no_signal():
     usable, _, _ = select(equal_group + other_group, Config())
     assert [t.group_id for t in usable] == [1, 1]
     assert summarize_trajectories(equal_group)["train/groups_zero_variance"] == 1
+
+
+def test_shuffled_rewards_are_those_of_valid_trajectories_in_another_order():
+    """A lost trajectory would add a return of 0."""
+    ts = [make_trajectory(0, 0.0, float(n)) for n in range(1, 9)]
+    lost = make_trajectory(0, 0.25, 0.5)
+    lost.stop_reason = "env_error"
+    shuffle_rewards([*ts, lost], seed=0)
+    assert [turn.reward for turn in lost.turns] == [0.25, 0.5]
+    returns = [t.total_return for t in ts]
+    assert sorted(returns) == [*range(1, 9)] != returns
+    assert all(t.turns[0].reward == 0 and t.turns[-1].reward == t.total_return for t in ts)
 
 
 def test_every_modern_switch_at_once_runs_and_logs_its_share(tmp_path):
@@ -449,6 +526,18 @@ def test_out_of_memory_is_reported_in_one_line_with_the_options_to_change(phase,
     assert all(words in str(error_info.value) for words in contents)
     with pytest.raises(RuntimeError, match="shapes"), Clock()(phase):
         raise RuntimeError("shapes differ")
+
+
+def test_a_step_sampled_with_other_weights_than_the_trainers_ends_the_run(monkeypatch):
+    """Trap 20: the sampler changed its weights between the sync and the rollout."""
+    metrics = {"sampler/log_prob_diff_mean": 0.3}
+    monkeypatch.setattr("train.update_policy", lambda *args: metrics)
+    worker = SimpleNamespace(critic=None, policy=None, set_learning_rates=lambda step: None)
+    worker.config = Config(max_sync_error=0.4)
+    assert RLWorker.update(worker, 3, None, worker.config) == metrics
+    worker.config = Config(max_sync_error=0.2)
+    with pytest.raises(SyncError, match="the tokens of step 3"):
+        RLWorker.update(worker, 3, None, worker.config)
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------

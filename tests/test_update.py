@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from two_ranks import make_policy
 
 import update
 from batching import Batch, cut_micro_batches
-from config import Objective
+from config import Config, Objective
 from models import CriticModel
-from train import keep_num_steps
+from train import RLWorker, keep_num_steps
 from update import Learner, score_critic, score_policy
 
 LENGTHS = (12, 5, 9, 7, 12, 6)  # tokens of each row
@@ -135,6 +136,10 @@ def test_ppo_epochs_times_mini_batches_is_the_number_of_optimizer_steps(
     assert optimizer.num_steps == metrics["policy/optimizer_steps"] == steps
     assert objective.num_optimizer_steps(len(batch)) == steps
     assert sorted(visited) == sorted(batch.input_ids[:, 0].tolist() * epochs)
+    critic = make_critic()
+    optimizer = CountingSGD(critic.parameters(), lr=1e-3)
+    critic_step(critic, optimizer, batch, values_of(critic, batch), advantages, objective)
+    assert optimizer.num_steps == steps
 
 
 def test_each_epoch_visits_rows_in_a_new_order_that_depends_on_the_seed(batch):
@@ -346,6 +351,19 @@ def test_old_log_probs_are_not_needed_if_there_is_one_optimizer_step(batch, adva
     torch.testing.assert_close(implicit, explicit, atol=1e-6, rtol=1e-5)
     assert metrics == pytest.approx(expected_metrics, abs=1e-5)
     assert metrics["policy/clip_frac"] == 0
+
+
+def test_old_and_reference_log_probs_come_from_the_policy_and_from_its_frozen_copy(batch):
+    policy, reference = (make_policy(seed=seed).eval() for seed in (0, 1))
+    config = Config(share_prefix=False, kl_loss_coef=0.1, mini_batch_size=64)
+    worker = SimpleNamespace(config=config, device="cpu", reference=reference, teacher=None)
+    worker.policy, worker.critic = SimpleNamespace(model=policy), None
+    worker.sleep_sampler = lambda: None
+    RLWorker.score(worker, batch, config)
+    assert batch.old_log_probs is None, "one optimizer step needs none"
+    assert torch.equal(batch.ref_log_probs, log_probs_of(reference, batch))
+    RLWorker.score(worker, batch, replace(config, mini_batch_size=2))
+    assert torch.equal(batch.old_log_probs, log_probs_of(policy, batch))
 
 
 @pytest.mark.parametrize("advantage", [-3.0, 3.0])
