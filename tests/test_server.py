@@ -255,9 +255,9 @@ def test_only_idle_sessions_are_closed():
 
 
 def test_a_session_whose_step_takes_longer_than_the_idle_time_is_not_closed():
-    with slow_env(idle_timeout_s=0.3) as client:
+    with slow_env(idle_timeout_s=1.0) as client:
         session = start(client)
-        client.post("/step", json={"id": session, "action": "sleep 1.5"})
+        client.post("/step", json={"id": session, "action": "sleep 1.6"})
         assert client.post("/step", json={"id": session, "action": "x"}).status_code == 200
 
 
