@@ -468,8 +468,7 @@ PRIMARY = {
     "turns, temperature 1, equal turns, five seeds. Growing helps if the intervals over goals "
     "and over seeds are above 0; it does not help if the one over seeds ends below +3. "
     "After two seeds: if the interval of cap24 minus cap8 over goals, on far mazes, ends "
-    "below +8, these goals do not need the long horizon, and the figure needs other goals (they "
-    "do: it is [+9.0, +21.7])",
+    "below +8, these goals do not need the long horizon, and the figure needs other goals",
     "hot": "how many of three runs collapse, hot-grow against hot-cap24, at the lowest rate at "
     "which the pilot of hot-cap24 ends below half of its start on development mazes; then their "
     "difference on all held-out mazes in 24 turns, temperature 1, equal turns",

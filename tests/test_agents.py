@@ -132,10 +132,8 @@ def test_every_attempt_begins_with_the_seed_of_the_episode(monkeypatch):
     monkeypatch.setattr(FakeClient, "reset", lambda c, i, seed=0: seeds.append(seed) or "dark")
     monkeypatch.setattr(FakeClient, "score", 0.0, raising=False)
     requests = [replace(r, seed=7) for r in requests_of(1)]
-    engine, pool = (
-        ScriptedEngine(saying("go<e>", "no<e>", "go<e>")),
-        FakePool(playing(*[observe("dark", 0.0, True)] * 2)),
-    )
+    engine = ScriptedEngine(saying("go<e>", "no<e>", "go<e>"))
+    pool = FakePool(playing(*[observe("dark", 0.0, True)] * 2))
     settings = settings_of(agent=Agent("reflect", 2))
     collect(engine, pool, ChatTemplate(WORDS), requests, settings)
     assert seeds == [7, 7]

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import measure_memory
@@ -99,6 +99,14 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_pooled():
         else:
             with pytest.raises(ValueError, match=f"loss_agg {Config().loss_agg} and {loss_agg}"):
                 common.require_alike([runs[0], newer])
+
+
+def test_every_option_of_a_committed_run_exists():
+    """Otherwise a new run, which lacks the option, could not be pooled with it."""
+    known = {field.name for config in common.CLASSES for field in fields(config)}
+    known.add("learning_rate_scheduler")  # require_alike translates it
+    for path in common.COMMITTED.rglob("*-[0-9].json"):
+        assert common.read_json(path).get("config", {}).keys() <= known, path
 
 
 @pytest.mark.parametrize("name", [n for n, arm in miniature.ARMS.items() if ".py" in arm.program])

@@ -240,7 +240,7 @@ def test_a_run_that_draws_uncertain_tasks_is_resumed_exactly(tmp_path, monkeypat
 
 
 def test_an_evaluation_samples_at_its_temperature_and_a_rollout_at_that_of_training(monkeypatch):
-    """Trap 17."""
+    """Trap 17: a policy sampled at another temperature solves another share of the tasks."""
     settings, task = [], Task("textcraft_1", 1, "", "textcraft")
     monkeypatch.setattr(worker, "collect", lambda *args: settings.append(args[4]) or [])
     w = SimpleNamespace(config=Config(temperature=0.8, eval_samples=1), eval_tasks=[task])
@@ -256,8 +256,8 @@ def test_the_horizon_is_a_function_of_the_step_and_counts_nothing():
     c = Config(
         rounds_scheduler="scaling_inter_stepwise", rounds=(10, 20, 30), steps_scaling_inter=100
     )
-    worker = SimpleNamespace(config=c)
-    horizons = [RLWorker.rounds_at(worker, n)["textcraft"] for n in (101, 1, 201, 200, 100)]
+    w = SimpleNamespace(config=c)
+    horizons = [RLWorker.rounds_at(w, n)["textcraft"] for n in (101, 1, 201, 200, 100)]
     assert horizons == [20, 10, 30, 20, 10]
 
 
@@ -532,12 +532,12 @@ def test_a_step_sampled_with_other_weights_than_the_trainers_ends_the_run(monkey
     """Trap 20: the sampler changed its weights between the sync and the rollout."""
     metrics = {"sampler/log_prob_diff_mean": 0.3}
     monkeypatch.setattr("train.update_policy", lambda *args: metrics)
-    worker = SimpleNamespace(critic=None, policy=None, set_learning_rates=lambda step: None)
-    worker.config = Config(max_sync_error=0.4)
-    assert RLWorker.update(worker, 3, None, worker.config) == metrics
-    worker.config = Config(max_sync_error=0.2)
+    w = SimpleNamespace(critic=None, policy=None, set_learning_rates=lambda step: None)
+    w.config = Config(max_sync_error=0.4)
+    assert RLWorker.update(w, 3, None, w.config) == metrics
+    w.config = Config(max_sync_error=0.2)
     with pytest.raises(SyncError, match="the tokens of step 3"):
-        RLWorker.update(worker, 3, None, worker.config)
+        RLWorker.update(w, 3, None, w.config)
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------
