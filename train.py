@@ -482,7 +482,9 @@ class RLWorker(Worker):
         if self.config.asks_oracle:
             return imitate(self.policy, batch, objective, seed=step)
         metrics |= update_policy(self.policy, batch, objective, step, signal_share)
-        require_own_weights(metrics["sampler/log_prob_diff_mean"], self.config.max_sync_error, step)
+        if metrics["policy/optimizer_steps"]:  # a skipped update measures nothing
+            gap = metrics["sampler/log_prob_diff_mean"]
+            require_own_weights(gap, self.config.max_sync_error, step)
         return metrics
 
     def reset_adapters_if_due(self, step: int) -> None:

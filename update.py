@@ -89,8 +89,9 @@ def optimize(
         seed: determines the order of the mini-batches.
         label: text of the progress line.
     Returns:
-        The metrics of loss_of, averaged over mini-batches (maxima if the name begins with "max:");
-        `grad_norm` before clipping, averaged over `optimizer_steps`; and `skipped_steps`.
+        `optimizer_steps` and `skipped_steps`; the metrics of loss_of, averaged over the optimizer
+        steps (maxima if the name begins with "max:"), none if all were skipped; and `grad_norm`
+        before clipping, averaged in the same way, or 0.
     """
     totals: dict[str, float] = {}
     norms: list[float] = []
@@ -103,10 +104,9 @@ def optimize(
                 loss, parts = loss_of(batch.rows(micro), mini_batch)
                 # FSDP averages gradients over ranks, but we need their sum.
                 learner.accelerator.backward(loss * (distributed.world_size() if counts else 0.0))
-                if counts and torch.isfinite(loss):
+                if counts:
+                    is_finite = is_finite and bool(torch.isfinite(loss))
                     _add(sums, {name: float(value.detach()) for name, value in parts.items()})
-                elif counts:
-                    is_finite = False
                 tick(len(rows) / len(passes))  # every rank has the same number of passes
             parameters, limit = learner.model.parameters(), objective.max_grad_norm
             before_clipping = torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -115,11 +115,11 @@ def optimize(
             if all(finite for finite, _ in reports):
                 learner.optimizer.step()
                 norms.append(norm)
+                for _, part in reports:
+                    _add(totals, part)
             learner.optimizer.zero_grad()
-            for _, part in reports:
-                _add(totals, part)
     means = {
-        name.removeprefix("max:"): value if name.startswith("max:") else value / len(mini_batches)
+        name.removeprefix("max:"): value if name.startswith("max:") else value / len(norms)
         for name, value in totals.items()
     }
     return means | {

@@ -136,7 +136,7 @@ class RunFiles:
     options: dict[str, Any]
     method: str
     metrics: list[dict[str, Any]]  # rows of metrics.jsonl
-    evaluations: list[dict[str, Any]]  # sorted by step, none later than the last row
+    evaluations: list[dict[str, Any]]  # sorted by step
     at_other_temperatures: dict[str, list[dict[str, Any]]]  # name of their folder -> evaluations
 
     def series(self, name: str) -> list[tuple[int, float]]:
@@ -166,12 +166,9 @@ def read_run(run_dir: str | Path) -> RunFiles:
     config = path / "config.json"
     saved = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     metrics = read_log(path / "metrics.jsonl")
-    last_step = metrics[-1]["step"] if metrics else 0
 
     def read_evaluations(folder: Path) -> list[dict[str, Any]]:
         evaluations = [json.loads(f.read_text("utf-8")) for f in folder.glob("step_*.json")]
-        # After a resume there can be evaluations of later steps, which the run will repeat.
-        evaluations = [e for e in evaluations if e["step"] <= last_step]
         return sorted(evaluations, key=lambda e: e["step"])
 
     options, method = saved.get("config", {}), saved.get("method", "rl")

@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -90,6 +91,14 @@ class Run:
         if self.writes:
             files.make_folder((self.path / name).parent)
             files.write_json(self.path / name, content)
+
+    def drop_after(self, step: int) -> None:
+        """Delete trajectories and evaluations of later steps: the policy that made them is lost."""
+        files_of_steps = (*self.path.glob("trajectories/*"), *self.path.glob("eval/**/*.json"))
+        for path in files_of_steps if self.writes else ():
+            match = re.match(r"(?:step|eval)_(\d{6})", path.name)
+            if match and int(match[1]) > step:
+                path.unlink()
 
     def resume_command(self) -> str:
         options = f"--resume --run-dir {shell_word(self.path)}"

@@ -128,6 +128,7 @@ class Session(Generic[WorkerType]):
 
         def open_logs() -> None:
             require_steps(path / "metrics.jsonl", self.completed_step)
+            self.run.drop_after(self.completed_step)
             trackers = Trackers(c.log_to, path, asdict(c), resume_step)
             truncate_log(path / ALARMS, self.completed_step)
             (path / ALARMS).touch()  # an empty file: no alarms yet

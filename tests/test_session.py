@@ -221,6 +221,18 @@ def test_a_run_resumed_from_an_earlier_checkpoint_ends_the_same(uninterrupted, r
     assert [row["policy/learning_rate"] for row in read_metrics(run_copy)] == [1e-3, 5e-4, 5e-4]
 
 
+def test_a_resumed_run_deletes_what_lost_steps_wrote(run_copy):
+    """Otherwise sft.py --data learns from the episodes of a policy that no longer exists."""
+    for step in (2, 3):
+        shutil.rmtree(checkpoint.folder_of(run_copy, step))
+    assert resume(run_copy, "--steps", "1") == 0
+    left = [
+        path.name for folder in ("trajectories", "eval") for path in (run_copy / folder).iterdir()
+    ]
+    kept = ["eval_000000.jsonl", "eval_000001.jsonl", "step_000000.json", "step_000001.json"]
+    assert sorted(left) == [*kept, "step_000001.jsonl"]
+
+
 def test_a_resumed_run_is_not_evaluated_with_wrong_weights_in_the_sampler(
     run_copy, capsys, monkeypatch
 ):

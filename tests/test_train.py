@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from toy_env import (
     write_ids,
 )
 
+import update
 from batching import make_batch
 from config import Config
 from engines import EngineError, TransformersEngine
@@ -153,6 +155,22 @@ def test_the_error_of_lost_trajectories_is_printed_once(tmp_path, capsys):
     with serve(Percent) as url:
         code, _ = run_in_process(tmp_path, url, max_env_failures=1.0)
     assert code == 0 and capsys.readouterr().out.count("not used; last error: ") == 1
+
+
+def test_a_step_whose_whole_update_is_skipped_does_not_end_the_run(tmp_path, monkeypatch):
+    objective, calls = update.policy_objective, []
+
+    def first_is_nan(log_probs, *args):
+        calls.append(log_probs)
+        return objective(log_probs * math.nan if len(calls) == 1 else log_probs, *args)
+
+    monkeypatch.setattr(update, "policy_objective", first_is_nan)
+    with serve() as url:
+        code, run_dir = run_in_process(tmp_path, url)
+    first, second = read_metrics(run_dir)
+    assert code == 0
+    assert (first["policy/skipped_steps"], first["policy/optimizer_steps"]) == (1, 0)
+    assert (second["policy/skipped_steps"], second["policy/optimizer_steps"]) == (0, 1)
 
 
 def test_a_step_without_signal_changes_no_weights_but_is_logged_and_counts_in_the_schedule(
@@ -530,7 +548,7 @@ def test_out_of_memory_is_reported_in_one_line_with_the_options_to_change(phase,
 
 def test_a_step_sampled_with_other_weights_than_the_trainers_ends_the_run(monkeypatch):
     """Trap 20: the sampler changed its weights between the sync and the rollout."""
-    metrics = {"sampler/log_prob_diff_mean": 0.3}
+    metrics = {"sampler/log_prob_diff_mean": 0.3, "policy/optimizer_steps": 1}
     monkeypatch.setattr("train.update_policy", lambda *args: metrics)
     w = SimpleNamespace(critic=None, policy=None, set_learning_rates=lambda step: None)
     w.config = Config(max_sync_error=0.4)
