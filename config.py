@@ -744,7 +744,10 @@ def check_ranges(config: Any) -> None:
     """Raise Misuse for a number outside its range."""
     for name in (*POSITIVE, *NOT_NEGATIVE, *FRACTIONS):
         setting = getattr(config, name, None)  # None: not set, or not an option here
-        for value in setting if isinstance(setting, tuple) else (setting,):
+        values = setting if isinstance(setting, tuple) else (setting,)
+        if name in TEMPERATURES and len({f"{t or 0:g}" for t in values}) < len(values):
+            raise Misuse(f"{flag(name)} has the same temperature twice")
+        for value in values:
             if value is None or (value == 0 and name in config.zero_allowed):
                 continue
             if name in POSITIVE and not value > 0:

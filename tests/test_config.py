@@ -203,6 +203,7 @@ MISUSE = {
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--temperature 3": "--temperature 3.0 must be between 0 and 2",
+    "--eval-temperatures 0.3 0.30000001": "--eval-temperatures has the same temperature twice",
     "--temperature 0.001": "--temperature 0.001 must be at least 0.01",
     f"--seed {10**20}": "must be between 0 and 4,294,967,295",
     f"--steps {10**20}": "must be between 0 and 1,000,000",

@@ -261,6 +261,7 @@ BAD_COMMANDS = {
     "--max-rounds 10 0": "--max-rounds 0 must be above 0",
     "--temperature 3": "--temperature 3.0 must be between 0 and 2",
     f"--seed {2**32}": "--seed 4294967296",
+    "--temperature 0 0.0": "--temperature has the same temperature twice",
     "--temperature 0 --samples 4": "use --samples 1",
     "--deterministic --api-base http://h --api-model m": "not possible with --api-base",
     "--tasks x.json --split test": "both name tasks",

@@ -154,6 +154,7 @@ def test_lists_are_filtered_sorted_and_split_into_pages(serve, run, tab):
     assert page["total"] == page["matching"] == 7 and page["rows"] == all_rows[5:]
     all_rows = [all_rows[0] | {"task_id": name} for name in ("t_10", None, "t_9")]
     assert [row["task_id"] for row in select("sort=task_id")["rows"]] == ["t_9", "t_10", None]
+    assert [row["task_id"] for row in select("sort=-task_id")["rows"]] == ["t_10", "t_9", None]
 
 
 def test_tokens_have_the_masks_and_numbers_of_the_file(serve, run, tab):

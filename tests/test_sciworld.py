@@ -205,7 +205,7 @@ def test_a_wrong_focus_ends_the_episode_and_keeps_its_earlier_rewards(env):
 def test_the_policy_cannot_restart_a_task_and_earn_its_score_again(env):
     env.reset(LIVING)
     assert env.step("open door to kitchen")[1] == 0.08
-    for text in ("reset task", " Reset  Task", "reset"):
+    for text in ("reset task", " Reset  Task", "reset", "The a reset task", "\x01reset task"):
         observation, reward, terminated, _, info = env.step(text)
         assert (observation, reward, terminated) == (NO_RESTART, 0, False) and info["score"] > 0
     assert "reset task" not in env.available_actions()

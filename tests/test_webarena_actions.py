@@ -45,6 +45,7 @@ def test_an_action_is_read_and_written(text, action):
         ("```click```", "Write click [id]; an id is a number"),
         ("```click [1234567890]```", "Write click [id]"),
         ("```type [1]```", "Write type [id] [text] [1]"),
+        ("```type [1] [tea] [5]```", "is 1 to press Enter, or 0"),
         ("```type [1] [" + "x" * 2001 + "]```", "too long; at most 2000"),
         ("```press [ ]```", "Write press [Enter]"),
         ("```scroll [left]```", "Write scroll [down]"),
@@ -56,6 +57,10 @@ def test_a_malformed_action_is_explained(text, problem):
     with pytest.raises(ParseError) as error:
         parse(text)
     assert problem in str(error.value)
+
+
+def test_backticks_in_an_action_do_not_end_it():
+    assert parse(say("", "stop [a ``` b]")) == "stop [a ''' b]"
 
 
 @given(st.text(max_size=60), st.sampled_from(["{}", "```{}```", "```type [1] [{}]```"]))

@@ -1,5 +1,6 @@
 """WebArena's browser: waiting, tabs, hard cases, and sessions that do not disturb each other."""
 
+import asyncio
 import threading
 import time
 from urllib.parse import urlsplit
@@ -124,6 +125,7 @@ def test_every_click_and_form_is_followed_by_its_page(open_page):
 def test_fields_options_keys_and_the_mouse(open_page):
     player = open_page("/form")
     assert "textbox 'Name' value: 'tea' focused" in player.play("type [Name] [tea] [0]")
+    assert "value: 'tea two'" in player.play("type [Name] [\ntwo] [0]")  # does not press Enter
     player.play("press [ctrl+a]")
     assert "value" not in player.play("press [Backspace]").partition("Name")[2]
     assert "value: 'two x'" in player.play("select [Sort] [two x]")
@@ -138,6 +140,18 @@ def test_fields_options_keys_and_the_mouse(open_page):
     assert player.page.find("button", "Order").element_id
     player.play("click [Order]")
     assert "StaticText 'sent'" in player.play("press [Control+Home]")
+
+
+def test_a_busy_browser_still_tells_the_title(open_page, monkeypatch):
+    send = session_module.Tab.send
+
+    async def slow_send(tab, method, **arguments):
+        if method == "Target.getTargetInfo":
+            await asyncio.sleep(1.5)
+        return await send(tab, method, **arguments)
+
+    monkeypatch.setattr(session_module.Tab, "send", slow_send)
+    assert open_page("/count?n=1").page.text.startswith("Tab 0 (current): Page 1\n")
 
 
 def test_requests_and_late_changes_are_waited_for_but_not_forever(open_page):

@@ -232,6 +232,11 @@ def test_an_unknown_page_is_not_found(reader, path):
     assert answer.status_code == 404 and "<h1>Not found</h1>" in answer.text
 
 
+def test_a_search_that_the_database_refuses_is_answered(reader):
+    answer = reader.get(f"reddit:/search?keyword={'a' * 51_000}")
+    assert answer.status_code == 400 and "too complex" in answer.text
+
+
 def test_what_users_write_is_text(reader):
     hostile = "<script>alert(1)</script> {user} {{ 7 * 7 }} %s :id"
     form = {"button": "Submit post", "title": hostile, "text": hostile}

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter, defaultdict
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
@@ -114,11 +115,16 @@ def test_lists_of_candidates_and_pages_that_do_not_exist_earn_nothing():
         for task, answer in zip(all_tasks, answers):
             if answer:
                 assert string_match(task["eval"], answer, task["intent"])
-                listing = " ".join(dict.fromkeys(answers))
-                assert not string_match(task["eval"], listing, task["intent"])
+                wrong = [joint.join(dict.fromkeys(answers)) for joint in (" ", ",", "")]
+                for text in (*wrong, re.sub(r"(\w+)", r"1\g<1>7", answer)):
+                    assert not string_match(task["eval"], text, task["intent"]), text
             elif url := task["eval"]["reference_url"]:
                 for place, score in ((url, 1), (f"{url}&x=1", "?" in url), (f"{url}/no-page", 0)):
                     assert evaluate(task, "", SimpleNamespace(url=place)) == score
+            elif pages := task["eval"]["program_html"]:
+                shown = pages[0]["required_contents"]["exact_match"]
+                for text, score in ((shown, 1), (f"1{shown}7", 0)):
+                    assert evaluate(task, "", Mock(read=Mock(return_value=text))) == score
 
 
 def test_the_id_lists_have_the_documented_sizes_proportions_and_splits():

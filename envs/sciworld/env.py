@@ -98,6 +98,8 @@ class ScienceWorldWire(Wire):
 
 
 MAX_CHARACTERS = 1000  # of an action
+# The simulator drops articles, and Java's trim() control characters: "the reset task" resets.
+RESET = re.compile(r"(?:[\s\x00-\x1f]|(?:an?|the)\b)*reset\b", re.IGNORECASE)
 NOT_UNDERSTOOD = "No known action matches that input."  # the simulator's answer
 VERBS = (
     "look at, look in, examine, read, open, close, pick up, put down, drop, mix, activate, "
@@ -234,7 +236,7 @@ class SciWorld:
         self._stage.require_running()
         action = action.encode("utf-8", "replace").decode()
         score, completed = self._score, False
-        if re.match(r"\s*reset\b", action, re.IGNORECASE):
+        if RESET.match(action):
             self._observation = NO_RESTART
         elif len(action) > MAX_CHARACTERS:
             self._observation = NOT_UNDERSTOOD

@@ -10,8 +10,8 @@ Description: The recipes are Minecraft's 860 recipe files from the PyPI package 
     have depth 1, 140-419 depth 2, 420-532 depth 3, 533-543 depth 4, as in AgentGym's published ids.
 Action Space: get N item | craft N item using N item, N item | inventory.
     The input amounts must match the recipe; the output amount is ignored. An amount has at most
-    nine digits. A recipe with "planks" or "wool" accepts any kind; the action names the kind in
-    full ("3 oak planks").
+    nine digits. A recipe with "planks" or "wool" accepts any kind (but not white wool, as in the
+    package); the action names the kind in full ("3 oak planks").
 Observation Space: The first observation lists the commands (all that can be useful, and up to ten
     distractors) and the goal. Each later observation is one line: the result of the action, or the
     reason why it had no effect.

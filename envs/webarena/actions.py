@@ -64,7 +64,7 @@ _FORMS = {
     "hover": ("[{number}]", _ID),
     "type": (
         "[{number}] [{text}] [{enter:d}]",
-        rf"{_ID} *\[(?P<text>.*?)\](?: *\[(?P<enter>[01])\])?$",
+        rf"{_ID} *\[(?P<text>.*?)\](?: *\[(?P<enter>-?\d+)\])?$",
     ),
     "select": ("[{number}] [{text}]", rf"{_ID} *{_TEXT}"),
     "press": ("[{text}]", r"\[(?P<text>[^\]]+|\])\]"),
@@ -122,6 +122,8 @@ def read(text: str) -> Action:
     if kind == "type":
         if len(content) > MAX_TEXT:
             raise ParseError(f"The text to type is too long; at most {MAX_TEXT} characters.")
+        if fields["enter"] not in (None, "0", "1"):
+            raise ParseError("The last number of type is 1 to press Enter, or 0.")
         return Action(kind, number, content, enter=fields["enter"] != "0")
     return Action(kind, number, _keys(content) if kind == "press" else content.strip())
 
@@ -148,4 +150,5 @@ def parse(model_text: str) -> str:
 
 def say(thought: str, action: str) -> str:
     """Write a thought and an action as text that `parse` reads."""
-    return f"{thought}\n```{action}```" if thought else f"```{action}```"
+    block = "```" + action.replace("```", "'''") + "```"  # backticks would end it
+    return f"{thought}\n{block}" if thought else block

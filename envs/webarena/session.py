@@ -299,7 +299,10 @@ class Session:
                 await page.mouse.click(*await self._point(node))
             case "type":
                 await page.mouse.click(*await self._point(node))
-                await page.keyboard.type(action.text)
+                text = action.text
+                if await self.tab.evaluate("document.activeElement instanceof HTMLInputElement"):
+                    text = re.sub(r"[\r\n]+", " ", text)  # here a line break would press Enter
+                await page.keyboard.type(text)
                 if action.enter:
                     await page.keyboard.press("Enter")
             case "select":
@@ -435,7 +438,7 @@ class Session:
     async def _title(self, tab: Tab) -> str:
         """The browser process knows it, so a tab that hangs is not asked."""
         with contextlib.suppress(Exception):
-            answer = await asyncio.wait_for(tab.send("Target.getTargetInfo"), 1)
+            answer = await asyncio.wait_for(tab.send("Target.getTargetInfo"), LOOK_S)
             return " ".join(answer["targetInfo"]["title"].split())[:200]
         return ""
 

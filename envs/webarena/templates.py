@@ -40,14 +40,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote_plus
 
+from envs.webarena.evaluators import words_of
 from envs.webarena.oracle import Step
 from envs.webarena.sites import PUBLIC, open_master
 
 FILE = Path(__file__).with_name("templates.toml")
 INSTANCES = 15  # tasks of a template that has no `limit`
-# An answer may be so much longer than the reference. Without a limit, a list of everything that
-# could be the answer would be right, and RL would find that out.
-MORE_WORDS = 3
+MORE_WORDS = 3  # An answer may have so many more words than the reference: evaluators.has_words.
 LINE = re.compile(r"(?:([a-z_]*:?/\S*) )?(click|press|type|fill|choose|goto) (.*)")
 ROLES = {"click": "link", "press": "button", "choose": "combobox", "goto": ""}
 
@@ -118,7 +117,7 @@ class Filled:
         if "answer" in template:
             phrases = list(map(self.text, template["answer"]))
             more["reference_answers"] = {"must_include": phrases}
-            more["max_words"] = len(" ".join(phrases).split()) + MORE_WORDS
+            more["max_words"] = len(words_of(" ".join(phrases))) + MORE_WORDS
         elif "exact" in template:
             more["reference_answers"] = {"exact_match": self.text(template["exact"])}
         elif "opens" in template:
@@ -127,7 +126,7 @@ class Filled:
         elif "page" in template:
             address, selector, text = template["page"]
             locator = f"document.querySelector('{selector}').outerText"
-            contents = {"must_include": [self.text(text)]}
+            contents = {"exact_match": self.text(text)}
             check = {"url": self.url(address), "locator": locator, "required_contents": contents}
             kind, more["program_html"] = "program_html", [check]
         else:

@@ -21,9 +21,9 @@ function matches(row, query) {
 }
 
 /** Sort numbers by size and texts in natural order (textcraft_9 before textcraft_10); unknown values come last. */
-function compare(a, b) {
+function compare(a, b, sign) {
   if (a === null || b === null) return (a === null) - (b === null);
-  return typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+  return sign * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
 }
 
 function distinctValues(rows, name) {
@@ -35,7 +35,7 @@ export function selectRows(allRows, query) {
   const sort = query.sort || "line";
   const key = sort.replace("-", "");
   const sign = sort.startsWith("-") ? -1 : 1;
-  const matching = allRows.filter((row) => matches(row, query)).sort((a, b) => sign * compare(a[key], b[key]));
+  const matching = allRows.filter((row) => matches(row, query)).sort((a, b) => compare(a[key], b[key], sign));
   const offset = Number(query.offset || 0);
   return {
     rows: matching.slice(offset, offset + query.limit),

@@ -321,9 +321,11 @@ class Site:
                         return RedirectResponse(part.send(visit, sent, path) or "/", 303)
             parts = [(type(part).__name__, part, part.view(visit)) for part in page.parts]
             return self._show(page.title.format_map(visit.values), parts, visit)
+        except sqlite3.Error as error:  # a keyword of 50 kB, or a sum beyond 64 bits
+            title, problem, status = "This cannot be shown", str(error), 400
         except Refusal as refusal:
-            problem = {"problem": str(refusal)}
-            return self._show(refusal.title, [("Facts", None, problem)], visit, refusal.status)
+            title, problem, status = refusal.title, str(refusal), refusal.status
+        return self._show(title, [("Facts", None, {"problem": problem})], visit, status)
 
     def _find(self, path: str, visit: Visit) -> Page:
         """The page at a path; adds the values of its path and row."""
