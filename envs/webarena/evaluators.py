@@ -4,6 +4,7 @@ A task's "eval" names evaluators; the score is their product, 1 or 0:
 
     string_match    the answer of `stop`: equal to a reference, or contains all of some phrases, or
                     means the same in the opinion of a judge, which is a language model
+                    (our own tasks: has the words of all phrases, and few others)
     url_match       the address of the last page: contains a reference, and has its parameters
                     (our own tasks: has the same path as the reference, and its parameters)
     program_html    texts on pages: equal to a reference, or contains all of some phrases
