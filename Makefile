@@ -4,7 +4,7 @@
 #   ENV      the environment to train on or to serve                     make train ENV=textcraft
 #   ARGS     more options for the command                                make train ARGS="--steps 4 --seed 1"
 #   PYTHON   the Python (3.11 to 3.13) to create .venv with              make setup PYTHON=/usr/bin/python3.11
-#   SET      cpu or cuda; auto takes cuda where nvidia-smi lists a GPU   make setup SET=cpu
+#   SET      cpu, cuda or portable (without vLLM); auto chooses          make setup SET=cpu
 
 # NOTE: `=`, not `?=`: POSIX shells may export ENV with another meaning.
 ENV = textcraft

@@ -60,6 +60,11 @@ EnvNames = Annotated[
 ]
 
 
+EngineName = Literal["vllm", "transformers"]
+# vLLM has wheels for Linux on x86-64 only; transformers samples more slowly, on every machine.
+DEFAULT_ENGINE: EngineName = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+
+
 def flag(name: str) -> str:
     """--run-dir for "run_dir"."""
     return "--" + name.replace("_", "-")
@@ -167,7 +172,8 @@ class RunConfig(UpdateOptions):
     # The model
     model: str = "smollm2-135m"
     """smollm2-135m, tiny, a checkpoint folder, or a hub id [paper: Qwen2.5-3B]"""
-    engine: Literal["vllm", "transformers"] = "vllm"  # library that samples the actions
+    engine: EngineName = DEFAULT_ENGINE
+    """library that samples the actions; if not given, vllm if it is installed"""
     enforce_eager: bool = False
     """make vLLM skip compilation; it starts a minute or two sooner but samples more slowly"""
     engine_url: tuple[str, ...] = ()
@@ -303,6 +309,8 @@ class RunConfig(UpdateOptions):
         if (self.engine_url or self.engine_devices) and self.engine != "vllm":
             need = "need --engine vllm, without --deterministic"
             raise Misuse(f"--engine-url and --engine-devices {need}")
+        if self.plays and not self.engine_url:
+            check_engine(self.engine)
         for name in self.log_to:
             if importlib.util.find_spec(name) is None:
                 raise Misuse(f"--log-to {name} needs a package: pip install {name}")
@@ -738,6 +746,12 @@ def checked(config: Options) -> Options:
     if config.resume:
         check_resumed(config)
     return config
+
+
+def check_engine(name: str) -> None:
+    """Raise Misuse if the sampler is not installed."""
+    if name == "vllm" and DEFAULT_ENGINE != "vllm":
+        raise Misuse("--engine vllm: vLLM is not installed; use --engine transformers")
 
 
 def check_ranges(config: Any) -> None:

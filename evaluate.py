@@ -39,11 +39,14 @@ from typing import Any, ClassVar, Literal
 import agents
 import formats
 from config import (
+    DEFAULT_ENGINE,
     PAPER,
     SMALL_MODELS,
+    EngineName,
     RunConfig,
     check_addresses,
     check_attempts,
+    check_engine,
     check_format,
     check_ranges,
     complete,
@@ -110,8 +113,8 @@ class EvalConfig:
     model: str | None = None
     """smollm2-135m, tiny, a checkpoint folder or a hub id [paper: Qwen2.5-3B and 7B];
     if not given, smollm2-135m on a CPU and Qwen/Qwen2.5-3B-Instruct on a GPU"""
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """library that samples from --model"""
+    engine: EngineName = DEFAULT_ENGINE
+    """library that samples from --model; if not given, vllm if it is installed"""
     api_base: str | None = None
     """base URL of an OpenAI-compatible chat server whose model to evaluate, instead of --model"""
     api_model: str | None = None
@@ -180,6 +183,7 @@ class EvalConfig:
         c, out = self, Path(self.out or "")
         check_ranges(c)
         check_attempts(c.agent, c.attempts)
+        check_engine("" if c.api_base or c.deterministic else c.engine)
         is_all = c.env == ALL
         has_task_options = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         has_results = (out / "benchmark.json").exists()

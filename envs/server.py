@@ -36,7 +36,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
 
 import anyio.to_thread
@@ -165,7 +165,8 @@ def serve(app: Starlette, listener: socket.socket, line: str) -> int:
     # Every connection is an open file, and the usual limit of 1,024 is reached soon.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    with suppress(ValueError):  # macOS may have a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
     config = uvicorn.Config(
         app,
         ws="none",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -88,7 +89,8 @@ def peak() -> int:
     with contextlib.suppress(OSError, IndexError):  # some sandboxes do not report VmHWM
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak() -> None:

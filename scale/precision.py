@@ -13,6 +13,7 @@ format. Read next: `models.py`.
 from __future__ import annotations
 
 import json
+import platform
 import re
 import time
 from contextlib import suppress
@@ -80,7 +81,10 @@ def _cached_times() -> dict[Format, float]:
 
 def _processor() -> str:
     """The processor's name and its bfloat16 flags, which a virtual machine can hide."""
-    core = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    file = Path("/proc/cpuinfo")
+    if not file.exists():  # not Linux
+        return platform.processor()
+    core = file.read_text(encoding="utf-8").split("\n\n")[0]
     return " ".join(re.findall(r"(?<=model name\t: ).*|amx_\w+|avx512_bf16", core))
 
 

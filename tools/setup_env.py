@@ -3,11 +3,13 @@
 `make` runs this file before any other command. The first run creates `.venv` and installs a set of
 requirements. Later runs only compare a hash with `.venv/setup.json`.
 
-There are two sets: `cpu` (requirements.txt), and `cuda` (requirements-cuda.txt) if `nvidia-smi`
-lists a GPU. The cpu set is installed from its lock file with `--no-deps`, so the lock names every
-package. pip resolves the cuda set and an environment's packages itself, within the lock's versions.
-The locks hold no hashes (docs/robustness.md). Not every package index has `torch==2.13.0+cpu`, the
-build without CUDA, so this file tries three ways in this order:
+There are three sets: `cpu` (requirements.txt), `cuda` (requirements-cuda.txt) if `nvidia-smi` lists
+a GPU, and `portable` for machines other than Linux on x86-64, such as a Mac: the cpu set without
+vLLM, which has no wheels for them. The cpu set is installed from its lock file with `--no-deps`, so
+the lock names every package. pip resolves the other sets and an environment's packages itself;
+except for the portable set, within the lock's versions. The locks hold no hashes
+(docs/robustness.md). Not every package index has `torch==2.13.0+cpu`, the build without CUDA, so
+this file tries three ways in this order:
 
     1  pip  torch==2.13.0+cpu
     2  uv   torch==2.13.0 with --torch-backend=cpu, which uses an index of CPU builds
@@ -16,7 +18,7 @@ build without CUDA, so this file tries three ways in this order:
 This file imports only the standard library, because it runs before anything is installed. If
 something fails, it prints one line with advice and the end of pip's log.
 
-Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda] [--env NAME]`.
+Run: `make setup`, or `python3.11 tools/setup_env.py [--set cpu|cuda|portable] [--env NAME]`.
 """
 
 import argparse
@@ -78,6 +80,7 @@ class RequirementSet(NamedTuple):
 SETS = {
     "cpu": RequirementSet("cpu", "requirements.txt", "requirements-lock-cpu.txt", 6),
     "cuda": RequirementSet("cuda", "requirements-cuda.txt", "requirements-lock-cuda.txt", 20),
+    "portable": RequirementSet("portable", "requirements.txt", "requirements-lock-cpu.txt", 4),
 }
 
 
@@ -223,9 +226,15 @@ def install(environment: Environment, requirement_set: RequirementSet) -> None:
     if requirement_set.name == "cuda":
         environment.pip_install("-r", requirement_set.requirements)
         return
+    pin_file = environment.path / "setup-pins.txt"
+    if requirement_set.name == "portable":
+        lines = requirement_lines(environment.root / requirement_set.requirements)
+        lines = [line for line in lines if not line.startswith(("-c", "vllm"))]
+        pin_file.write_text("\n".join(lines).replace("+cpu", "") + "\n")
+        environment.pip_install("-r", pin_file)
+        return
     pins = requirement_lines(environment.root / requirement_set.lock)
     torch = next(pin for pin in pins if pin.startswith("torch=="))
-    pin_file = environment.path / "setup-pins.txt"
     pin_file.write_text("\n".join(pin for pin in pins if pin != torch) + "\n")
     environment.pip_install("--no-deps", "-r", pin_file)
     stubs = requirement_set.stubs(environment.root)
@@ -249,22 +258,23 @@ def install_extras(environment: Environment, requirement_set: RequirementSet, en
 
 def setup(set_name: str, env: str, environment: Environment) -> None:
     """Install the set and the packages of the environments, unless they are installed already."""
+    machine = f"{platform.system()} {platform.machine()}"
+    is_other = machine != "Linux x86_64"
     if set_name == "auto":  # keep an installed set, because looking for a GPU takes a second
         set_name = next((name for name, known in SETS.items() if environment.holds(known)), "")
         if set_name == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
             print("setup: .venv has the cpu set; to use the GPU run: make setup SET=cuda")
-        set_name = set_name or ("cuda" if has_gpu() else "cpu")
+        set_name = set_name or ("portable" if is_other else "cuda" if has_gpu() else "cpu")
     requirement_set = SETS[set_name]
     names = sorted(path.parent.name for path in (environment.root / "envs").glob("*/__init__.py"))
     for name in env.split():  # users install the packages of their module:Class
         if name not in names and ":" not in name:
             raise SetupError(f"there is no environment {name!r}; expected {', '.join(names)}")
     if not environment.holds(requirement_set):
-        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-            raise SetupError(
-                f"this machine is {platform.system()} {platform.machine()}, "
-                "but the pinned packages are built for Linux x86_64"
-            )
+        if set_name == "portable":
+            print(f"setup: without vLLM, which has no wheel for {machine}; sampling is slower")
+        elif is_other:
+            raise SetupError(f"SET={set_name} is for Linux x86_64, not {machine}: SET=portable")
         check_disk(environment.root, requirement_set.disk_gb, f"the {set_name} packages")
         start = time.monotonic()
         count = len(requirement_lines(environment.root / requirement_set.lock))
@@ -288,7 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--set",
         choices=choices,
         default="auto",
-        help="requirement set; auto picks cuda if there is a GPU, otherwise cpu",
+        help="requirement set; auto picks cuda if there is a GPU, otherwise cpu, or portable if "
+        "this is not Linux on x86-64",
     )
     parser.add_argument(
         "--env",
