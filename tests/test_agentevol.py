@@ -5,16 +5,20 @@ import json
 import weakref
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from fakes import byte_tokenizer
 from methods_toy import conversation, run, settings, write_lines
-from toy_env import read_metrics
+from toy_env import read_metrics, saved_tensors
 
 import agentevol
 from agentevol import EvolConfig, select, texts_of
+from chat import ChatTemplate
 from config import Misuse
 from conversations import to_record
-from run.methodworker import MethodWorker
+from data import encode
+from run.methodworker import IterationFiles, MethodWorker
 
 
 def explored(task, total, text):
@@ -75,13 +79,39 @@ def test_the_return_of_a_demonstration_is_its_weight(tmp_path):
     records = [conversation(0), explored(1, 0.5, "ab"), explored(2, 0.1, "cd")]
     data = write_lines(tmp_path / "data.jsonl", records)
     config = EvolConfig(model="tiny", data=data, min_return=0.2, eval_every=0)
-    assert [(r["item_id"], r["weight"]) for r in agentevol.initial_set(config)] == [
-        *(("letters_0", 1.0), ("letters_1", 0.5))
-    ]
+    for changes, weights in (
+        ({}, [1.0, 0.5]),
+        ({"weighting": "one"}, [1.0, 1.0]),
+        ({"ignore_returns": True}, [1.0, 1.0, 1.0]),
+    ):
+        records = agentevol.initial_set(replace(config, **changes))
+        expected = [(f"letters_{n}", weight) for n, weight in enumerate(weights)]
+        assert [(r["item_id"], r["weight"]) for r in records] == expected
     for total, problem in ((0.1, "no return in --data is above 0"), (100, "100, expected 0 to 1")):
         write_lines(tmp_path / "data.jsonl", [explored(1, total, "ab")])
         with pytest.raises(Misuse, match=problem):
             agentevol.initial_set(config)
+
+
+def test_a_set_that_keeps_all_gains_only_new_texts_and_its_weights_reach_the_loss(tmp_path):
+    """The second iteration plays what the first one played. It begins in a resumed run, which does
+    not read the demonstrations again."""
+    chat = ChatTemplate(byte_tokenizer())
+    played = [encode(chat, record) for record in (explored(0, 0.5, "ab"), explored(1, 0.0, "cd"))]
+    worker = SimpleNamespace(chat=chat, explore=lambda step: (played, {}), pad_id=0)
+    config = EvolConfig(steps=2, iterations=2, weighting="return", merge_with="all")
+    session = SimpleNamespace(worker=worker, config=config)
+    files = IterationFiles(tmp_path, writes=True)
+    initial = [conversation(2, origin="demonstration", weight=1.0)]
+    first, metrics = agentevol.evolve(session, files, 1, initial)
+    assert MethodWorker.batch_of(worker, first).weights.tolist() == [1.0, 0.5]
+    assert MethodWorker.batch_of(worker, played).weights.tolist() == [1.0, 1.0]
+    assert (metrics["train/trajectories_used"], metrics["data/evolving_weight"]) == (1, 0.75)
+    second, metrics = agentevol.evolve(session, files, 2, [])
+    assert [e.record for e in second] == [e.record for e in first]
+    assert (metrics["train/trajectories_used"], metrics["data/evolving_weight"]) == (0, 0.75)
+    worker.explore = None  # a resumed run reads the set back
+    assert agentevol.evolve(session, files, 2, []) == (second, metrics)
 
 
 def sets_of(tmp_path):
@@ -107,6 +137,7 @@ def test_each_iteration_adds_successes_and_begins_with_the_base_policy(tmp_path,
         summary = json.loads((tmp_path / f"run/evolving/iteration_00{index + 1}.json").read_text())
         assert summary["origins"] == Counter(r["origin"] for r in records)
         assert rows[2 * index]["data/evolving"] == len(records)
+        assert rows[2 * index]["data/epoch"] * len(records) <= 8.001, "one mini-batch of it"
         for record in records:
             assert to_record(record, "x")  # AgentTraj with more fields
             if record["origin"] == "demonstration":
@@ -119,6 +150,9 @@ def test_each_iteration_adds_successes_and_begins_with_the_base_policy(tmp_path,
     assert rows[1]["policy/entropy"] < rows[0]["policy/entropy"]
     rates = [row["policy/learning_rate"] for row in rows]
     assert rates == pytest.approx([3e-3, 1.5e-3] * 2)  # and with a new schedule
+    (state,) = (tmp_path / "run").glob("checkpoints/step_000004/trainer_state/state.json")
+    sentinels = json.loads(state.read_text())["sentinels"]
+    assert len(sentinels["grad_norms"]) == 2, "the base policy's low success is not a collapse"
 
 
 def test_iterations_can_continue_from_the_last_and_join_only_the_demonstrations(tmp_path, url):
@@ -127,6 +161,8 @@ def test_iterations_can_continue_from_the_last_and_join_only_the_demonstrations(
     assert run("agentevol", values) == 0
     rows = read_metrics(values["run_dir"])
     assert rows[2]["policy/entropy"] < rows[0]["policy/entropy"] - 0.01
+    states = saved_tensors(values["run_dir"], 4)["optimizer"]["state"].values()
+    assert {int(state["step"]) for state in states} == {2}, "each iteration has a new optimizer"
     for number, records in enumerate(sets_of(tmp_path), start=1):
         origins = Counter(r["origin"] for r in records)
         assert set(origins) == {"demonstration", f"iteration {number}"}

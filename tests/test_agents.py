@@ -59,6 +59,8 @@ def test_a_plan_is_sampled_and_not_played():
     assert heard == [(1, "open door"), (2, "take lamp")]
     assert [turn.kind for turn in handler.turns] == ["plan", "act", "act"]
     assert (handler.stop_reason, handler.total_return, handler.num_acts) == ("success", 1.0, 2)
+    curve = summarize([handler], 1, [1, 2])["rounds_curve"]  # a plan is not one of the turns
+    assert [(row["avg"]["value"], row["return_mean"]) for row in curve] == [(0, 0), (1, 1)]
 
 
 def test_a_reflection_starts_the_task_again_in_the_same_sequence():

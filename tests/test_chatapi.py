@@ -15,7 +15,7 @@ from envclient import LOCAL, EnvClient, EnvPool, EnvServerError
 from envs import Task
 from envs.textcraft.env import TextCraft
 from formats import REACT, FunctionCalling, call_of
-from rollout import RolloutRequest, RolloutSettings
+from rollout import RolloutRequest, RolloutSettings, sampling_seed
 from sampling.chatapi import ApiError, ApiRefused, ChatApi, Stopped, collect_api
 
 
@@ -236,9 +236,9 @@ TASKS = [Task(f"textcraft_{i}", i, TextCraft.subtask(i)) for i in (0, 5, 40)]
 
 def play(server, tasks=TASKS, samples=1, max_rounds=20, action_format=REACT, **options):
     """Run `collect_api` with `samples` episodes of each task."""
-    retries = options.pop("max_retries", 1)
+    retries, env_seed = options.pop("max_retries", 1), options.pop("env_seed", 0)
     requests = [
-        RolloutRequest(task, group, k, 0, 0, max_rounds)
+        RolloutRequest(task, group, k, env_seed, 0, max_rounds)
         for group, task in enumerate(tasks)
         for k in range(samples)
     ]
@@ -256,7 +256,7 @@ def test_a_perfect_model_solves_every_task_and_its_line_has_the_contract_fields(
         assert (t.stop_reason, t.success, t.truncated) == ("success", True, False)
         line = json.loads(json.dumps(t.to_line()))
         assert line["return"] == 1.0
-        assert all(turn["state"] for turn in line["turns"])
+        assert line["first_state"] and all(turn["state"] for turn in line["turns"])
         assert line["input_ids"] is None and line["loss_mask"] is None
         roles = [m["role"] for m in line["messages"]][len(TextCraft.PROMPT) :]
         assert roles == ["user", "assistant"] * len(t.turns)
@@ -299,12 +299,19 @@ def test_a_model_behind_a_server_reflects_and_tries_again(serve):
 
 def test_the_turn_limit_ends_an_episode_of_unparsable_answers(serve):
     server = serve(completion(None))
-    for t in play(server, TASKS[:2], samples=3, max_rounds=3):
+    tasks = TASKS[1:]  # the last one has other distractors with another seed
+    options = {"temperature": 0.3, "seed": 7, "env_seed": 5}
+    for t in play(server, tasks, samples=3, max_rounds=3, **options):
+        first_observation = TextCraft().reset(tasks[t.group_id].task_index, seed=5)
+        assert t.messages[len(TextCraft.PROMPT)]["content"] == first_observation
         assert (t.stop_reason, t.truncated, t.success) == ("max_rounds", True, False)
         assert t.is_valid and [turn.action_text for turn in t.turns] == [""] * 3
         assert all(turn.parse_error for turn in t.turns) and t.total_return == 0.0
         assert t.messages[-1]["role"] == "assistant"  # the last observation is not appended
-    assert len({body["seed"] for _, _, body in server.requests}) == 6  # one per sample
+    bodies = [body for _, _, body in server.requests]
+    keys = [(7, 0, task.task_id, sample, 0) for task in tasks for sample in range(3)]
+    assert {body["seed"] for body in bodies} == {sampling_seed(*key) % 2**31 for key in keys}
+    assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.3, 64)}
 
 
 def test_a_failure_in_one_episode_ends_only_that_episode(serve):
@@ -330,22 +337,36 @@ def test_a_refusal_of_the_first_request_stops_the_run_immediately(serve):
 
 
 @pytest.mark.parametrize(
-    ("failing_calls", "stop_reason"), [({2}, "success"), ({2, 3}, "env_error")]
+    ("method", "failing_calls", "stop_reason"),
+    [
+        ("step", {2}, "success"),
+        ("step", {2, 3}, "env_error"),
+        ("reset", {1, 2}, "success"),
+        ("reset", {1, 2, 3}, "env_error"),
+    ],
 )
-def test_an_episode_whose_environment_fails_is_retried_once_and_then_lost(
-    serve, monkeypatch, failing_calls, stop_reason
+def test_an_episode_whose_environment_fails_is_retried_and_then_lost(
+    serve, monkeypatch, method, failing_calls, stop_reason
 ):
-    calls, step = [], EnvClient.step
+    calls, original = [], getattr(EnvClient, method)
 
-    def failing_step(*arguments, **options):
-        calls.append(1)
+    def failing(*arguments, **options):
+        calls.append(options)
         if len(calls) in failing_calls:
             raise EnvServerError("it broke", "http://env")
-        return step(*arguments, **options)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(EnvClient, "step", failing_step)
+    num_avoided, open_client = [], EnvPool.client
+
+    def client(pool, avoid=()):
+        num_avoided.append(len(avoid))
+        return open_client(pool, avoid)
+
+    monkeypatch.setattr(EnvClient, method, failing)
+    monkeypatch.setattr(EnvPool, "client", client)
     (t,) = play(serve(oracle_answer), TASKS[2:])
     assert t.stop_reason == stop_reason
+    assert num_avoided[:2] == [0, 1], "a retry prefers another server"
     if stop_reason == "success":  # without the turns of the first attempt
         assert [m["role"] for m in t.messages].count("assistant") == len(t.turns)
         assert t.total_return == 1.0

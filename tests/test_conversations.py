@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_data import chat, episode_messages, sampled_trajectory
+from test_data import PROMPT, chat, episode_messages, sampled_trajectory
 
 import conversations
 from conversations import read_records
@@ -152,8 +152,12 @@ def run_of(path, *steps):
     return path
 
 
-def test_a_sampled_trajectory_is_read_back_with_the_same_ids(tmp_path, chat):
-    handler = sampled_trajectory(chat, 1, 1.0)
+EXAMPLE = [{"role": "user", "content": "You craft."}, {"role": "assistant", "content": "OK."}]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, EXAMPLE], ids=["rules", "a prompt with an example"])
+def test_a_sampled_trajectory_is_read_back_with_the_same_ids(tmp_path, chat, prompt):
+    handler = sampled_trajectory(chat, 1, 1.0, prompt=prompt)
     (record,) = read(run_of(tmp_path / "run", [handler]))
     assert record == conversations.record_of(handler)
     assert (record["item_id"], record["return"], record["seed"]) == ("textcraft_1", 1.0, 0)

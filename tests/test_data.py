@@ -44,11 +44,11 @@ def episode_messages(number, last="Action: get 1 oak log"):
 # --- Tokens (traps 6 and 8) ----------------------------------------------------------------------
 
 
-def sampled_trajectory(chat, number, reward, stop="success", **texts):
+def sampled_trajectory(chat, number, reward, stop="success", prompt=PROMPT, **texts):
     """A trajectory sampled letter by letter, as no tokenizer would encode it."""
     handler = RolloutHandler(f"{number}", 1, "textcraft", f"textcraft_{number}", "", 0, 0, 2)
     _, opening, *turns = episode_messages(number, **texts)
-    handler.start(chat, PROMPT, opening["content"])
+    handler.start(chat, prompt, opening["content"])
     for turn in turns:
         if turn["role"] == "user":
             handler.add_observation(chat, turn["content"])

@@ -232,12 +232,15 @@ def test_an_update_equals_a_slow_one_for_all_micro_batch_sizes(kind, changes, ra
         loss = sum(losses) / len(losses)
         loss.backward()
         learner.optimizer.step()
-        chosen = [float(s.detach()) for s in sums[::2]]
-        return float(loss.detach()), sum(chosen) / len(chosen)
+        per_token = [-s / n for s, n in zip(sums[::2], tokens[::2], strict=True)]
+        parts = {"chosen_log_prob": sums[::2], "rejected_log_prob": sums[1::2]}
+        parts |= {"sft_loss": per_token}
+        return float(loss.detach()), {n: float(sum(x).detach()) / 4 for n, x in parts.items()}
 
-    (loss, chosen), expected = weights_after(slow_update, rank)
+    (loss, means), expected = weights_after(slow_update, rank)
     assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["preference/chosen_log_prob"] == pytest.approx(chosen, rel=1e-5)
+    for name, mean in means.items():
+        assert metrics[f"preference/{name}"] == pytest.approx(mean, rel=1e-5), name
     assert metrics["policy/optimizer_steps"] == 1
     assert_equal(weights, expected)
 
@@ -594,8 +597,8 @@ def test_pairs_come_from_the_files_in_the_options(tmp_path, monkeypatch):
         assert [(pair.task_id, pair.gap) for pair in pairs(**options)] == [("x", 1.0), ("y", 1.0)]
     with pytest.raises(Misuse, match="0 pairs; left out: 2 no partner; a pair needs"):
         pairs(data=files["a"])
-    with pytest.raises(Misuse, match="5 leaves none of the pairs; raise it"):
-        pairs(pairs=files["pairs"], max_trajectory_tokens=5)
+    with pytest.raises(Misuse, match="11 leaves none of the pairs; raise it"):
+        pairs(pairs=files["pairs"], max_trajectory_tokens=11)  # only the chosen side fits
 
 
 def test_the_examples_of_the_page_are_read(tmp_path):

@@ -20,11 +20,14 @@ from toy_env import Letters, serve
 
 import envs
 import evaluate
+from agents import Agent
 from config import Config, complete
-from envclient import EnvError, local_server
+from envclient import LOCAL, EnvError, local_server
 from envs import load_tasks
 from evaluate import EvalConfig, main, num_trained_on, settings_of_run
+from formats import Code
 from reporting.leaderboard import PAPER
+from rollout import RolloutSettings
 from sampling import vllm_engine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +49,7 @@ def test_an_evaluation_of_a_chat_model_writes_all_results(env_url, tmp_path, cap
         code = main(
             ["--api-base", server.url, "--api-model", "oracle", "--env-addr", env_url]
             + ["--subtasks", "depth 1", "depth 4", "--samples", "2"]
-            + ["--max-rounds", "2", "4", "40", "--out", str(out)]
+            + ["--max-rounds", "40", "2", "4", "--out", str(out)]
         )
     assert code == 0
     output = capsys.readouterr().out
@@ -221,14 +224,15 @@ def test_if_an_environment_fails_the_others_are_still_evaluated(
     assert reason in line and re.search(r"\| textcraft +\| not measured: ", output.out)
 
 
+@pytest.mark.parametrize("fault", ["unstartable", "failing"])  # the latter has an eval.json
 def test_resume_plays_the_missing_environments_and_refuses_other_settings(
-    servers, writer, tmp_path, capsys
+    fault, servers, writer, tmp_path, capsys
 ):
     out = tmp_path / "out"
-    servers.unstartable.add("babyai")
+    getattr(servers, fault).add("babyai")
     assert evaluate_all(writer, out)[0] == 1
     files = {path: path.read_bytes() for path in (out / "textcraft").iterdir()}
-    servers.unstartable.clear()
+    getattr(servers, fault).clear()
     servers.start_log.clear()
     capsys.readouterr()
     for options, message in (
@@ -307,19 +311,34 @@ def test_on_a_gpu_the_sampler_gets_most_of_the_memory_and_a_supported_number_for
     assert engine_options == {"seed": 0, "dtype": "float32", "gpu_memory_utilization": 0.9}
 
 
-def test_if_play_fails_the_results_so_far_are_written(tmp_path):
+def test_an_evaluation_is_played_with_its_options_and_if_play_fails_its_results_are_written(
+    tmp_path,
+):
     calls = []
 
     def player(pool, requests, settings, progress):
-        calls.append((len(requests), settings.record_state))
+        calls.append((len(requests), settings, {(r.seed, r.max_rounds) for r in requests}))
         raise OSError(28, "No space left on device")
 
-    config = EvalConfig(env="textcraft", model="tiny", record_state=True, limit=2, samples=3)
+    options = {"max_tokens_per_turn": 90, "max_trajectory_tokens": 900, "seed": 7, "env_workers": 5}
+    options |= {"max_env_failures": 0.3, "record_state": True}
+    config = EvalConfig(temperature=(0.5,), agent="plan", limit=2, samples=3, **options)
     pool = SimpleNamespace(env="textcraft")
     summary, code, problem = evaluate.measure(config, player, pool, TASKS, tmp_path)
-    assert calls == [(4 * 2 * 3, True)]  # three samples of two tasks of each of four sub-tasks
+    settings = RolloutSettings(temperature=0.5, agent=Agent("plan"), **options)
+    # Three samples of two tasks of each of four sub-tasks.
+    assert calls == [(4 * 2 * 3, settings, {(7, PAPER["textcraft"].max_rounds)})]
     assert code == 1 and "No space left on device" in problem
     assert not summary["complete"] and (tmp_path / "eval.json").exists()
+
+
+def test_the_clients_of_an_evaluation_have_its_prompt_and_action_format():
+    prompt = [{"role": "system", "content": "Craft."}]
+    options = {"action_format": "code", "max_actions_per_turn": 2, "prompt": json.dumps(prompt)}
+    with contextlib.ExitStack() as stack:
+        config = EvalConfig(env_addr=(LOCAL,), **options)
+        client = stack.enter_context(evaluate.start_pool(config, "textcraft", stack).client())
+        assert (client.prompt, client.action_format) == (prompt, Code(2))
 
 
 # ------------------------------------------------------------------------------ --run
@@ -337,15 +356,16 @@ def make_run(folder, **options):
 def test_a_run_is_evaluated_with_its_own_evaluation_settings(tmp_path):
     prompt = '[{"role": "system", "content": "Craft."}]'
     temperatures = (1.0, 0.3)
+    writing = {"agent": "plan", "attempts": 3, "action_format": "code", "max_actions_per_turn": 2}
     run_config = make_run(
-        tmp_path, prompt=prompt, seed=7, eval_samples=4, eval_temperatures=temperatures
+        tmp_path, prompt=prompt, seed=7, eval_samples=4, eval_temperatures=temperatures, **writing
     )
     config = settings_of_run(str(tmp_path), set())
     assert config.model.endswith("checkpoints/step_000004") and config.max_rounds == (5,)
     assert (config.env, config.prompt, config.tasks) == ("textcraft", prompt, "short_test")
     assert (config.subtasks, config.seed, config.samples) == ((), 7, 4)
     assert config.temperature == temperatures
-    for name in ("max_tokens_per_turn", "max_trajectory_tokens", "engine"):
+    for name in ("max_tokens_per_turn", "max_trajectory_tokens", "engine", *writing):
         assert getattr(config, name) == getattr(run_config, name)
     (tmp_path / "checkpoints" / "best").symlink_to("step_000002")
     assert settings_of_run(str(tmp_path), set()).model.endswith("checkpoints/best")

@@ -6,11 +6,13 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from methods_toy import PROGRAMS, conversation, results_of, run, settings, write_lines
 from toy_env import fresh_process_state, read_metrics
 
+import agentevol
 import dpo
 import update
 from agentevol import EvolConfig
@@ -148,8 +150,31 @@ def test_iteration_files_are_written_read_and_dropped(tmp_path):
             files.read(2, must_exist=True)
         path.write_text(before)
     (tmp_path / "iteration_002.json").unlink()
-    with pytest.raises(TrainingError, match="iteration_002.json is missing"):
-        files.read(2, must_exist=True)
+    for data_of, config in (
+        (dpo.pairs_of_iteration, DpoConfig(steps=4, iterations=2)),
+        (agentevol.evolve, EvolConfig(steps=4, iterations=2)),
+    ):
+        session = SimpleNamespace(worker=None, config=config)
+        with pytest.raises(TrainingError, match="iteration_002.json is missing"):
+            data_of(session, files, 4, None)  # the iteration has begun with step 3
+
+
+@pytest.mark.parametrize(
+    ("resume", "completed_step", "remaining"), [(False, 0, 0), (True, 1, 1), (True, 2, 2)]
+)
+def test_a_resumed_run_keeps_the_data_that_its_policy_has_made(
+    tmp_path, resume, completed_step, remaining
+):
+    """Iterations of two steps: the policy after step 2 made the data of the second iteration."""
+    for n in (1, 2, 3):
+        IterationFiles(tmp_path / "pairs", writes=True).write(n, [], {})
+    run, config = SimpleNamespace(path=tmp_path, writes=True), DpoConfig(steps=6, iterations=3)
+    config = replace(config, resume=resume)
+    session = SimpleNamespace(config=config, run=run, completed_step=completed_step)
+    files = IterationFiles.from_session(session)
+    assert [files.read(n, must_exist=False) is not None for n in (1, 2, 3)] == [
+        n <= remaining for n in (1, 2, 3)
+    ]
 
 
 # --- Data -----------------------------------------------------------------------------------------
@@ -165,6 +190,7 @@ def test_other_programs_can_evaluate_a_run_and_learn_from_it(runs, tmp_path, url
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     num_good = sum(row["return"] >= 0.4 for row in rows)
     assert 0 < num_good < len(rows)
+    assert len({row["task_id"] for row in rows}) == 8, "each iteration plays the next four tasks"
     assert json.loads(Path("b/run/data.json").read_text())["conversations"] == num_good
     values = settings("dpo", tmp_path / "c", url, **data)
     assert run("dpo", values) == 0
@@ -223,6 +249,13 @@ def test_only_the_policys_own_samples_are_scored_at_the_sampling_temperature():
         assert worker.objective_for(4).temperature == expected
 
 
+def test_a_run_that_goes_back_to_its_base_policy_needs_the_initial_weights_on_resume():
+    worker = MethodWorker.__new__(MethodWorker)
+    for learn_from in ("base", "last"):
+        worker.config = EvolConfig(learn_from=learn_from)
+        assert worker.needs_start == (learn_from == "base")
+
+
 # --- Iterations of dpo.py -------------------------------------------------------------------------
 
 
@@ -231,6 +264,9 @@ def test_the_reference_is_the_policy_at_the_start_of_each_iteration(tmp_path, ur
     values = settings("dpo", tmp_path, url, mini_batch_size=64)  # each step uses all pairs
     assert run("dpo", values) == 0
     rows = read_metrics(values["run_dir"])
+    assert [row["data/epoch"] for row in rows] == [1, 2, 1, 2]
+    rates = [row["policy/learning_rate"] for row in rows]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])  # one schedule for all iterations
     for row in (rows[0], rows[2]):
         assert row["preference/margin"] == pytest.approx(0, abs=1e-4)
         assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-4)

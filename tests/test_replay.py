@@ -1,5 +1,6 @@
 """replay.py: the command line and the output in a terminal."""
 
+import os
 import shutil
 import socket
 
@@ -44,16 +45,27 @@ def test_a_port_in_use_and_a_missing_key_are_misuse(made_run, capsys):
 def test_the_terminal_shows_the_newest_run_its_failures_and_a_trajectory(
     made_run, tmp_path, monkeypatch, capsys
 ):
-    shutil.copytree(made_run, tmp_path / "runs" / "mine")
+    for name in ("old", "mine", "older"):
+        shutil.copytree(made_run, tmp_path / "runs" / name)
+        if name != "mine":
+            os.utime(tmp_path / "runs" / name / "config.json", (1, 1))
     monkeypatch.chdir(tmp_path)
     assert replay.main(["--text", "--failures", "--file", "step_000001"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("mine: textcraft")
     assert "held-out tasks solved" in output and "s000001-t0000-k02" in output
+    assert " success " not in output  # --failures
     assert replay.main(["--text", "--trajectory", "s000001-t0000-k02"]) == 0
     output = capsys.readouterr().out
     assert "action 1  Thought:" in output and "Goal:" in output and "return" in output
     assert "oracle  Thought:" in output  # what it would have done in the first, wasted turn
+
+
+def test_a_trajectory_is_found_in_the_named_file_or_the_newest(made_run):
+    """An evaluation and the training step after it use the same ids."""
+    (source,) = replay.open_sources([made_run])
+    assert replay.find(source, "s000003-t0000-k02") == ("step_000003", 2)
+    assert replay.find(source, "s000003-t0000-k02", "eval_000003") == ("eval_000003", 1)
 
 
 def test_text_from_a_model_cannot_control_the_terminal(tmp_path, capsys):

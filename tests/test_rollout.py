@@ -143,7 +143,7 @@ def test_a_turn_that_ends_with_the_end_of_sequence_gets_an_end_of_turn_with_mask
     engine = ScriptedEngine(lambda *_: [*chat.plain("go"), end_of_text])
     (handler,) = collect(engine, pool, chat, requests_of(1), settings_of())
     assert handler.input_ids[-2:] == [end_of_text, chat.end_of_turn]
-    assert handler.loss_mask[-2:] == [1, 0]
+    assert handler.loss_mask[-2:] == [1, 0] and handler.num_cut_turns == 0
     assert handler.turns[0].action_text == "go"
 
 

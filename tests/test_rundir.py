@@ -19,11 +19,13 @@ def test_a_resumed_run_keeps_the_provenance_of_its_start(tmp_path, monkeypatch):
     commands = (["train.py"], ["train.py", "--resume"], ["again", "--resume"])
     for number, command in enumerate(commands):
         monkeypatch.setattr(sys, "argv", command)
+        (tmp_path / ".new-1-step_000001").touch()  # from a killed process
         rundir.open_run(Config(run_dir=str(tmp_path), resume=number > 0)).close()
     about = json.loads((tmp_path / "config.json").read_text())
     assert about["command"] == "again --resume" and about["begun"]["command"] == "train.py"
     assert about["begun"].keys() == {"versions", "git_commit", "hardware", "command"}
     assert about["config"]["resume"] is True
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json"]
 
 
 def test_a_directory_that_another_run_uses_is_refused(tmp_path):

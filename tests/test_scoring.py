@@ -214,6 +214,6 @@ def test_the_curve_over_turns_uses_the_same_episodes_cut_at_each_horizon():
 
 def test_the_cost_of_several_attempts_is_printed():
     two = episode_of("t_0", 4, False)
-    two.turns[1].kind = "reflect"
+    two.turns[1].kind, two.loss_mask = "reflect", [0, 1, 1]  # a chat server tells no tokens
     text = format_table(summarize([two, episode_of("t_1", 2, True)], 1, [3]))
-    assert text.endswith("per episode: attempts 1.5, turns 3.0")
+    assert text.endswith("per episode: attempts 1.5, turns 3.0, sampled tokens 2.0")

@@ -150,7 +150,8 @@ def test_spikes_that_are_one_step_too_short_never_stop_the_run(name):
 def test_a_non_finite_update_counts_as_broken_and_the_means_of_its_step_are_ignored():
     """These means lack the skipped mini-batches, so they do not describe the policy."""
     means = {"policy/entropy": 0.0, "policy/kl": 1e9, "policy/approx_kl": 1e9}
-    for broken in ({"policy/loss": math.nan}, {"policy/grad_norm": math.inf}, BROKEN | means):
+    broken_steps = [{"policy/loss": math.nan}, {"policy/grad_norm": math.inf}, BROKEN | means]
+    for broken in (*broken_steps, {"critic/skipped_steps": 1}):
         alarms = severities(after_healthy_steps(), "non_finite", broken, 3)
         assert alarms == ["warn", "", "stop"]
 

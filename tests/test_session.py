@@ -225,12 +225,15 @@ def test_a_resumed_run_deletes_what_lost_steps_wrote(run_copy):
     """Otherwise sft.py --data learns from the episodes of a policy that no longer exists."""
     for step in (2, 3):
         shutil.rmtree(checkpoint.folder_of(run_copy, step))
+    for step in (1, 2):  # at another temperature
+        path = run_copy / f"eval/temperature_0.5/step_00000{step}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     assert resume(run_copy, "--steps", "1") == 0
-    left = [
-        path.name for folder in ("trajectories", "eval") for path in (run_copy / folder).iterdir()
-    ]
+    paths = [p for folder in ("trajectories", "eval") for p in (run_copy / folder).rglob("*.json*")]
+    left = [path.name for path in paths]
     kept = ["eval_000000.jsonl", "eval_000001.jsonl", "step_000000.json", "step_000001.json"]
-    assert sorted(left) == [*kept, "step_000001.jsonl"]
+    assert sorted(left) == [*kept, "step_000001.json", "step_000001.jsonl"]
 
 
 def test_a_resumed_run_is_not_evaluated_with_wrong_weights_in_the_sampler(

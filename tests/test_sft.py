@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from methods_toy import conversation, run, settings, write_lines
-from test_dpo import CUTS, OBJECTIVE, assert_equal, weights_after
-from toy_env import read_metrics
+from test_dpo import CUTS, OBJECTIVE, assert_equal, make_learner, weights_after
+from toy_env import fresh_process_state, read_metrics
 from two_ranks import make_batch
 
 import sft
@@ -16,7 +17,7 @@ from config import Misuse
 from reporting import sentinels
 from reporting.sentinels import Rule
 from rollout import portion
-from update import imitate
+from update import imitate, score_policy
 
 # --- The loss -------------------------------------------------------------------------------------
 
@@ -109,6 +110,23 @@ def test_a_task_is_never_both_learned_and_held_out(share):
     assert sft.choose_held_out(["a"] * 9 + ["b"] * 5, 0.01, seed=0) == {"b"}  # all exceed the share
     with pytest.raises(Misuse, match="leaves none of 1"):
         sft.choose_held_out(["a"], share, seed=0)
+
+
+def test_the_held_out_loss_is_a_mean_over_the_action_tokens_of_all_batches():
+    batch = make_batch()
+    with fresh_process_state():
+        worker = SimpleNamespace(
+            device="cpu",
+            config=sft.SftConfig(mini_batch_size=4),  # 11 rows: parts of 4, 4 and 3
+            batch_of=batch.rows,
+            sleep_sampler=lambda: None,
+            objective_for=lambda num_rows: replace(OBJECTIVE, mini_batch_size=num_rows),
+            policy=make_learner(),
+        )
+        loss = sft.loss_on(worker, range(len(batch)))
+        log_probs = score_policy(worker.policy.model, batch, OBJECTIVE, "cpu")
+    expected = -log_probs[batch.loss_mask == 1].mean()
+    assert loss == pytest.approx(float(expected), rel=1e-5) and loss > 0
 
 
 def test_without_an_environment_the_lowest_held_out_loss_is_the_best(tmp_path, url, monkeypatch):

@@ -45,6 +45,8 @@ def test_re_enacting_stops_at_the_first_difference_and_at_a_turn_cut_by_the_toke
     line["turns"][-1]["observation_text"] = ""  # the last turn was never played
     result = reenact(environments, line, None)
     assert result["first_difference"] is None and len(result["states"]) == len(line["turns"]) - 1
+    other_seed = reenact(environments, line | {"seed": 1}, None)  # other distractors
+    assert other_seed["first_difference"]["turn"] == 0
     line["turns"][1]["observation_text"] = "You win."
     result = reenact(environments, line, None)
     difference = result["first_difference"]

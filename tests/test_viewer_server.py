@@ -3,6 +3,7 @@ requests that are refused."""
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from fastapi.testclient import TestClient
 from made_run import append, hostile_line
 
-from viewer.export import export
+from viewer.export import export, keep_newest
+from viewer.overview import headline
 from viewer.server import create_app
 from viewer.sources import NoSource, open_source
 
@@ -96,6 +98,18 @@ def test_a_trajectory_lost_before_its_first_turn_has_an_error_and_is_not_a_failu
     assert summary["failures"] == len(lines) > 0
     assert summary["stops"] == [{"text": "max_rounds", "count": len(lines), "lines": lines}]
     assert "inventory" in {entry["text"] for entry in summary["repeated"]}
+    turns = [ask(client, f"trajectory/0/step_000001/{line}")["turns"] for line in lines]
+    last_texts = {failed[-1]["observation_text"].strip() for failed in turns}
+    assert {entry["text"] for entry in summary["observations"]} == last_texts
+
+
+def test_the_headline_compares_the_last_success_with_the_first_and_the_best():
+    scores = {0: 0.2, 5: 0.8, 10: 0.5}
+    evaluations = [{"step": n, "overall": {"value": x, "items": 9}} for n, x in scores.items()]
+    series = {"train/success_rate": [(n, n / 10) for n in range(1, 11)]}
+    held_out, training = headline(series, evaluations, [])
+    assert re.findall(r"\d+ %", held_out) == ["50 %", "20 %", "80 %"] and "at step 5." in held_out
+    assert re.findall(r"\d+ %", training) == ["30 %", "80 %"]
 
 
 def test_a_search_finds_texts_and_their_turns(run, tmp_path):
@@ -195,14 +209,17 @@ def test_an_export_contains_the_newest_complete_groups_and_its_size_is_limited(
     run, tmp_path, monkeypatch
 ):
     out = tmp_path / "page.html"
-    assert export([open_source(0, run)], out, 4) == out.stat().st_size
+    assert export([open_source(0, run)], out, 3) == out.stat().st_size
     data = out.read_text().partition('id="replay-data">')[2].partition("</script>")[0]
     answers = json.loads(data)
     lines = sorted(path for path in answers if path.startswith("trajectory/"))
-    assert lines == [f"trajectory/0/step_000003/{n}" for n in range(6)]  # two groups of three
+    assert lines == [f"trajectory/0/step_000003/{n}" for n in range(4)]  # the last two groups
+    source = open_source(0, Path(__file__).parent / "data/played/textcraft.jsonl")
+    keep_newest(source, 1)
+    assert [row["trajectory_id"] for row in source.lines("textcraft").rows] == ["played-49"]
     (file,) = answers["sources"]["sources"][0]["files"]
-    assert (file["name"], file["count"]) == ("step_000003", 6)
-    assert answers["trajectory/0/step_000003/5"]["next"] is None
+    assert (file["name"], file["count"]) == ("step_000003", 4)
+    assert answers["trajectory/0/step_000003/3"]["next"] is None
     out.unlink()
     monkeypatch.setattr("viewer.export.MAX_MEGABYTES", 0)
     with pytest.raises(NoSource, match="give --limit N"):

@@ -63,7 +63,7 @@ def keep_newest(source: Source, limit: int) -> None:
     """Drop all but the newest trajectories from the source's indices, without splitting groups."""
     for file in reversed(source.files()):
         lines, numbers = source.lines(file.name), []
-        for group in groups_of(lines):
+        for group in reversed(groups_of(lines)):  # the newest are at the end
             if limit > 0:
                 numbers += [row["line"] for row in group["rows"]]
                 limit -= len(group["rows"])
