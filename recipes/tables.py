@@ -404,7 +404,8 @@ def comparison(
     lines = []
     if unit:
         budget = common_budget(all_results(runs), unit)
-        lines = [f"Held-out goals solved, %, after {budget:,.0f} {unit} of training:", ""]
+        spent = f"{budget:,.0f} {unit.rstrip('s')}s"
+        lines = [f"Held-out goals solved, %, after {spent} of training:", ""]
     lines += [*markdown(titles, rows), ""]
     gains = []
     for arm, baseline in pairs:
@@ -547,12 +548,6 @@ def imitation() -> list[str]:
     return [*lines, *at_both_temperatures(arms, pairs)]
 
 
-def gate() -> list[str]:
-    """Do the goals of `growth` need the long horizon? Its first two seeds."""
-    runs = {arm: runs_of("growth")[arm][:2] for arm in ("cap8", "cap24")}
-    return at_both_temperatures(runs, [("cap24", "cap8")], "turns", True)
-
-
 def growth(name: str, arms: Sequence[str]) -> list[str]:
     """Is there a regime in which it helps to grow the horizon?
 
@@ -560,9 +555,10 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
         arms: the short horizon, the long one, the growing one, and another one that may be stable.
     """
     runs = {arm: results for arm, results in runs_of(name).items() if arm in arms}
-    if len(runs) < len(arms) or len({len(results) for results in runs.values()}) > 1:
-        return []
     short, long, grow, other = arms
+    is_missing = any(len(runs.get(a, ())) < len(miniature.seeds_of(name, a)) for a in (long, grow))
+    if is_missing or len(runs) < len(arms):  # the primary comparison has all its seeds
+        return []
     reading = reading_of(runs, "turns")(MANY)
     lines = [*primary(name, runs, (grow, long), reading), ""]
     far = only(reading, in_tier("far"))
@@ -570,6 +566,8 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
     lines += [f"Do far mazes need the long horizon? {long} − {short} there: {gap}.", ""]
     pairs = [(long, short), (grow, short), (grow, long), (grow, other)]
     lines += [*at_both_temperatures(runs, pairs, "turns", True), ""]
+    lines += ["Equal numbers of steps, temperature 1:", ""]
+    lines += [*comparison(runs, pairs, "step", True), ""]
     titles = "arm | learning rate | groups with mixed outcomes, % | episodes cut by the horizon, %"
     titles += " | turns cut at their limit, % | entropy at the end | KL at the end"
     titles += " | runs that collapsed, after how many turns | CPU minutes"
@@ -589,6 +587,33 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
         ]
         rows.append((arm, rate_of(results), *cells))
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
+
+
+def plot_growth(path: Path) -> None:
+    """Success by tier at equal turns: an arm's mean, its runs as small dots, and the start."""
+    runs = {arm: runs_of("growth")[arm] for arm in miniature.CAPS}
+    with figure(path, 9, 4.2) as picture:
+        axes = picture.subplots(ncols=2, sharey=True)
+        for axis, temperature in zip(axes, ("", COOL), strict=True):
+            reading = reading_of(runs, "turns", temperature)(MANY)
+            first = partial(start, temperature=temperature)
+            for i, tier in enumerate(TIERS):
+                accept = in_tier(tier)
+                before = fmean(pooled(start_of(runs, temperature), only(first, accept)).values())
+                label = "start" if i == 0 else ""
+                axis.bar(i, 100 * before, width=0.8, color=GREY, alpha=0.25, label=label)
+                for j, ((arm, results), color) in enumerate(zip(runs.items(), PALETTE)):
+                    x = i + 0.18 * (j - 1.5)
+                    values = [100 * fmean(only(reading, accept)(r).values()) for r in results]
+                    axis.plot([x] * len(values), values, ".", color=color, alpha=0.5)
+                    label = arm if i == 0 else ""
+                    axis.plot(x, fmean(values), "o", color=color, markersize=8, label=label)
+            axis.set_xticks(range(len(TIERS)), TIERS)
+            axis.grid(visible=False, axis="x")
+            axis.set_title(f"held-out goals in {MANY} turns, temperature {temperature or 1}")
+        axes[0].set(ylabel="solved, %", ylim=(0, 100))
+        lines = axes[0].get_legend_handles_labels()
+        picture.legend(*lines, loc="outside lower center", ncols=5)
 
 
 def against(
@@ -895,7 +920,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "worlds-methods": default_runs_of_methods,
     "rates": rates,
     "imitation": imitation,
-    "gate": gate,
     "growth": partial(growth, "growth", ("cap8", "cap24", "grow", "shrink")),
     "hot": partial(growth, "hot", ("hot-cap8", "hot-cap24", "hot-grow", "hot-clamp")),
     "credit": partial(against, "credit", tuple(miniature.CREDIT), "long"),
@@ -955,6 +979,7 @@ def main() -> None:
         write_text(ROOT / page, with_tables((ROOT / page).read_text(encoding="utf-8")))
     plot_worlds(COMMITTED / "worlds.png")
     plot_rates(miniature.FOLDER / "rates.png")
+    plot_growth(miniature.FOLDER / "growth.png")
     for name in PICTURES:
         plot_laboratory(name, miniature.FOLDER / f"{name}.png")
 

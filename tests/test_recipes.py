@@ -186,13 +186,13 @@ def run_of(solved, updates=True):
 
 
 def test_the_report_shows_arms_that_collapsed_and_none_that_is_unfinished(monkeypatch):
-    runs = {(arm, seed): run_of((6, 8)) for arm in miniature.HOT for seed in (0, 1)}
+    runs = {(arm, seed): run_of((6, 8)) for arm in miniature.HOT for seed in miniature.SEEDS}
     monkeypatch.setattr(tables, "laboratory_results", lambda uncommitted: runs)
     tables.evaluations_of.cache_clear()
     report = tables.TABLES["hot"]
     assert any("Result: +0.0" in line for line in report())
-    dead = {("hot-cap24", seed): run_of((6, end), updates=False) for seed, end in ((0, 0), (1, 8))}
-    runs |= dead
+    ends = enumerate((0, 8, 0))
+    runs |= {("hot-cap24", seed): run_of((6, end), updates=False) for seed, end in ends}
     lines = report()
     assert any(
         line.startswith("| hot-cap24 | 0.001 | 100 |") and "| - | - |" in line for line in lines
@@ -200,7 +200,11 @@ def test_the_report_shows_arms_that_collapsed_and_none_that_is_unfinished(monkey
     (first,) = [line for line in lines if line.startswith("Primary comparison")]
     low, high = re.search(r"seeds \[([+-][\d.]+), ([+-][\d.]+)\]", first).groups()
     assert float(high) - float(low) > 60  # the runs of the arm that fell are far apart
-    runs |= {(arm, seed): run_of((6, 0), updates=False) for arm in miniature.HOT for seed in (0, 1)}
+    runs |= {
+        (arm, seed): run_of((6, 0), updates=False)
+        for arm in miniature.HOT
+        for seed in miniature.SEEDS
+    }
     assert report()  # all collapsed
     del runs["hot-grow", 1]
     assert report() == []
