@@ -61,7 +61,7 @@ EnvNames = Annotated[
 
 
 EngineName = Literal["vllm", "transformers"]
-# vLLM has wheels for Linux on x86-64 only; transformers samples more slowly, on every machine.
+# vLLM has no wheel for a Mac; transformers samples more slowly, on every machine.
 DEFAULT_ENGINE: EngineName = "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 

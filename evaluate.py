@@ -183,7 +183,8 @@ class EvalConfig:
         c, out = self, Path(self.out or "")
         check_ranges(c)
         check_attempts(c.agent, c.attempts)
-        check_engine("" if c.api_base or c.deterministic else c.engine)
+        if not (c.api_base or c.deterministic):
+            check_engine(c.engine)
         is_all = c.env == ALL
         has_task_options = c.env_addr or c.tasks or c.subtasks or c.prompt or c.split == "train"
         has_results = (out / "benchmark.json").exists()

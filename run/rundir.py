@@ -93,9 +93,9 @@ class Run:
             files.write_json(self.path / name, content)
 
     def drop_after(self, step: int) -> None:
-        """Delete trajectories and evaluations of later steps: the policy that made them is lost."""
-        files_of_steps = (*self.path.glob("trajectories/*"), *self.path.glob("eval/**/*.json"))
-        for path in files_of_steps if self.writes else ():
+        """Delete trajectories and evaluations of later steps: the policy that made them is lost.
+        Call it on rank 0."""
+        for path in (*self.path.glob("trajectories/*"), *self.path.glob("eval/**/*.json")):
             match = re.match(r"(?:step|eval)_(\d{6})", path.name)
             if match and int(match[1]) > step:
                 path.unlink()

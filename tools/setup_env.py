@@ -5,7 +5,7 @@ requirements. Later runs only compare a hash with `.venv/setup.json`.
 
 There are three sets: `cpu` (requirements.txt), `cuda` (requirements-cuda.txt) if `nvidia-smi` lists
 a GPU, and `portable` for machines other than Linux on x86-64, such as a Mac: the cpu set without
-vLLM, which has no wheels for them. The cpu set is installed from its lock file with `--no-deps`, so
+vLLM, which has no wheel for a Mac. The cpu set is installed from its lock file with `--no-deps`, so
 the lock names every package. pip resolves the other sets and an environment's packages itself;
 except for the portable set, within the lock's versions. The locks hold no hashes
 (docs/robustness.md). Not every package index has `torch==2.13.0+cpu`, the build without CUDA, so
@@ -272,15 +272,14 @@ def setup(set_name: str, env: str, environment: Environment) -> None:
             raise SetupError(f"there is no environment {name!r}; expected {', '.join(names)}")
     if not environment.holds(requirement_set):
         if set_name == "portable":
-            print(f"setup: without vLLM, which has no wheel for {machine}; sampling is slower")
+            print("setup: the portable set leaves vLLM out, so sampling is slower")
         elif is_other:
-            raise SetupError(f"SET={set_name} is for Linux x86_64, not {machine}: SET=portable")
+            raise SetupError(f"SET={set_name} is for Linux x86_64, not {machine}; use SET=portable")
         check_disk(environment.root, requirement_set.disk_gb, f"the {set_name} packages")
         start = time.monotonic()
-        count = len(requirement_lines(environment.root / requirement_set.lock))
         print(
-            f"setup: installing {count} pinned packages ({set_name} set), a few minutes the first "
-            f"time; log: {environment.log}",
+            f"setup: installing the {set_name} set, a few minutes the first time; "
+            f"log: {environment.log}",
             flush=True,
         )
         install(environment, requirement_set)

@@ -123,9 +123,9 @@ def has_words(answer: str, phrases: Sequence[str], max_words: int) -> bool:
     >>> [has_words(a, ["2.9"], 4) for a in ("It is 2.9 km.", "12.95 km", "1.9,2.9", "1 2 3 4 2.9")]
     [True, False, False, False]
     """
-    found = words_of(answer)
-    return len(found) <= max_words and all(
-        any(found[i : i + len(words)] == words for i in range(len(found)))
+    answered = words_of(answer)
+    return len(answered) <= max_words and all(
+        any(answered[i : i + len(words)] == words for i in range(len(answered)))
         for words in map(words_of, phrases)
     )
 

@@ -62,6 +62,7 @@ _SELECT = """function(wanted) {
   this.dispatchEvent(new Event('change', {bubbles: true}));
   return null;
 }"""
+_IS_ONE_LINE = "document.activeElement instanceof HTMLInputElement"  # a line break presses Enter
 _SCROLL = """(page => { page.scrollTop += %d * window.innerHeight; })
              (document.scrollingElement || document.body)"""
 
@@ -299,9 +300,9 @@ class Session:
                 await page.mouse.click(*await self._point(node))
             case "type":
                 await page.mouse.click(*await self._point(node))
-                text = action.text
-                if await self.tab.evaluate("document.activeElement instanceof HTMLInputElement"):
-                    text = re.sub(r"[\r\n]+", " ", text)  # here a line break would press Enter
+                text = re.sub(r"[\r\n]+", " ", action.text)
+                if text != action.text and not await self.tab.evaluate(_IS_ONE_LINE):
+                    text = action.text
                 await page.keyboard.type(text)
                 if action.enter:
                     await page.keyboard.press("Enter")
