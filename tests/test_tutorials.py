@@ -61,8 +61,8 @@ def test_every_picture_is_used_once_and_has_a_text_for_readers_who_cannot_see_it
     ]
     pictures = [f"pictures/{path.name}" for path in (ROOT / "tutorials/pictures").iterdir()]
     pictures = [path for path in pictures if path.endswith((".svg", ".png"))]
-    plots = ["learns/learns.png", "miniature/controls.png", "miniature/rates.png"]
-    plots = [f"../recipes/results/{name}" for name in plots]
+    plots = [f"miniature/{figure}.png" for figure in ("controls", "growth", "rates")]
+    plots = [f"../recipes/results/{name}" for name in ("learns/learns.png", *plots)]
     assert sorted(link for _, link in images) == sorted(pictures + plots)
     assert [link for alt_text, link in images if len(alt_text) < 80] == []
 
