@@ -62,7 +62,5 @@ format: setup  ## format the code with ruff
 serve: setup  ## serve ENV over HTTP
 	$(RUN) -m envs.server --env $(ENV) $(ARGS)
 
-bench: setup  ## run the benchmarks that need no GPU and no other package
-	@failed=""; for name in rollout update environments webarena; do echo "== $$name"; \
-		PYTHONPATH=. $(RUN) benchmarks/$$name.py $(ARGS) || failed="$$failed $$name"; done; \
-	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+bench: setup  ## measure what the rollout loop costs, in a few minutes
+	$(RUN) benchmarks/rollout.py $(ARGS)

@@ -12,13 +12,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from batching import Batch  # noqa: E402
-from config import Objective  # noqa: E402
-from run.files import write_json  # noqa: E402
-from run.rundir import provenance  # noqa: E402
-from update import Learner, update_policy  # noqa: E402
+from batching import Batch
+from config import Objective
+from run.files import write_json
+from run.rundir import provenance
+from update import Learner, update_policy
 
 
 def make_parser(docstring: str | None, repeats: int) -> argparse.ArgumentParser:

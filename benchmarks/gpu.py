@@ -34,19 +34,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from batching import Batch  # noqa: E402
-from benchmarks.common import make_parser, median, seconds_of, take_step, write_result  # noqa: E402
-from config import Objective  # noqa: E402
-from models import PolicyModel  # noqa: E402
-from recipes.common import markdown, read_lines  # noqa: E402
-from recipes.memory import LORA_RANK, PEAK_FLOPS, QWEN, forward_flops  # noqa: E402
-from run import clock  # noqa: E402
-from scale import distributed  # noqa: E402
-from scale.default_models import resolve_model  # noqa: E402
-from scale.lora import add_lora  # noqa: E402
-from scale.memory import (  # noqa: E402
+from batching import Batch
+from benchmarks.common import make_parser, median, seconds_of, take_step, write_result
+from config import Objective
+from models import PolicyModel
+from recipes.common import markdown, read_lines
+from recipes.memory import LORA_RANK, PEAK_FLOPS, QWEN, forward_flops
+from run import clock
+from scale import distributed
+from scale.default_models import resolve_model
+from scale.lora import add_lora
+from scale.memory import (
     POLICY_SHARE,
     Keep,
     Shape,
@@ -54,7 +54,7 @@ from scale.memory import (  # noqa: E402
     state_bytes,
     transient_bytes,
 )
-from update import Learner  # noqa: E402
+from update import Learner
 
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}
 CONTEXT = 10752  # tokens, as published

@@ -1,68 +1,55 @@
 """Measure the cost of the rollout loop: tokens/s with environments compared with the bare engine.
 
-One engine generates 64 trajectories of 8 turns, each turn with exactly 30 tokens, in three ways:
+One engine generates 64 trajectories of 8 turns, each turn with exactly 30 tokens, in two ways:
 
     engine      without environments: each turn is submitted as soon as the previous turn ends, with
                 a prompt of the same length as below
     collect     rollout.collect: each observation is passed to the engine as soon as it arrives
-    lockstep    generate a turn for all trajectories, step all environments, wait for the slowest
 
 The environments run behind an HTTP server in a child process. Their steps take
 
-    latency                               question                     target
-    none    0 s                           how much does our loop cost?
-    100 ms  0.1 s                         is the waiting hidden?       0.85 of the engine's speed
-    tail    2 s for 5 % of the steps      does one slow step matter?   1.5 times lockstep's speed
+    latency         question                        target
+    none    0 s     how much does our loop cost?
+    100 ms  0.1 s   is the waiting hidden?          0.85 of the engine's speed
 
 Turns of equal length are the hardest case: all trajectories begin and end their turns at the same
 time, so the engine often has nothing to decode.
 
-Run it:  python benchmarks/rollout.py            about six minutes on two cores
+Run it:  python benchmarks/rollout.py            a few minutes on two cores
          python benchmarks/rollout.py --max-num-seqs 32 --out benchmarks/results/rollout-32.json
 If there are fewer engine slots than trajectories, some trajectory is always ready to be decoded.
 Read next: rollout.py at the root.
 """
 
-import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # first, because this folder also has a rollout.py and an update.py
+sys.path.insert(0, str(ROOT))  # first, because this folder also has a rollout.py
 
-from benchmarks.common import make_parser, median, write_result  # noqa: E402
-from chat import ChatTemplate  # noqa: E402
-from engines import SamplingSettings  # noqa: E402
-from envclient import EnvPool, local_server  # noqa: E402
-from envs import Task, Wire  # noqa: E402
-from envs.textcraft.env import TextCraft  # noqa: E402
-from models import load_tokenizer  # noqa: E402
-from rollout import (  # noqa: E402
-    RolloutLog,
-    RolloutRequest,
-    RolloutSettings,
-    _Episode,
-    collect,
-)
-from sampling.vllm_engine import VLLMEngine  # noqa: E402
-from scale.default_models import resolve_model  # noqa: E402
+from benchmarks.common import make_parser, median, write_result
+from chat import ChatTemplate
+from engines import SamplingSettings
+from envclient import EnvPool, local_server
+from envs import Task, Wire
+from envs.textcraft.env import TextCraft
+from models import load_tokenizer
+from rollout import RolloutLog, RolloutRequest, RolloutSettings, collect
+from sampling.vllm_engine import VLLMEngine
+from scale.default_models import resolve_model
 
 TRAJECTORIES, NUM_TURNS, TOKENS_PER_TURN = 64, 8, 30
-# (seconds of a step, share of slow steps, seconds of a slow step)
-LATENCIES = {"none": (0.0, 0.0, 0.0), "100 ms": (0.1, 0.0, 0.0), "tail": (0.0, 0.05, 2.0)}
+LATENCIES = {"none": 0.0, "100 ms": 0.1}  # seconds of a step
 ENV = "benchmarks.rollout:Delay"
 Figures = dict[str, float]  # tokens, seconds
 
 
 class Delay(TextCraft):
-    """An environment whose steps only wait. The task index selects the latency. The episode's seed
-    determines the slow steps, so they are the same for every loop."""
+    """An environment whose steps only wait. The task index selects the latency."""
 
     NAME = "delay"
     PROMPT = [{"role": "system", "content": "Open the box. Answer with the action alone."}]
@@ -86,16 +73,14 @@ class Delay(TextCraft):
 
     def reset(self, task_index: int, seed: int = 0) -> str:
         self._latency = LATENCIES[self.subtask(task_index)]
-        self._random = random.Random(seed)
         return "Crafting commands:\n" + 8 * "craft 4 oak planks using 1 oak logs\n" + "\nGoal: box."
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        seconds, share, slow_seconds = self._latency
-        time.sleep(slow_seconds if self._random.random() < share else seconds)
+        time.sleep(self._latency)
         return "Could not execute that. The box is closed.", 0.0, False, False, {"success": False}
 
 
-# ---------------------------------------------------------------------------------- the three loops
+# ------------------------------------------------------------------------------------ the two loops
 
 
 def play_engine(engine: VLLMEngine, opening: list[int], observation: list[int]) -> Figures:
@@ -114,34 +99,6 @@ def play_engine(engine: VLLMEngine, opening: list[int], observation: list[int]) 
             sequences[number] += generation.token_ids + observation
             if turns[number] < NUM_TURNS:
                 engine.submit(generation.request_id, sequences[number], sampling)
-    return {"tokens": tokens, "seconds": time.perf_counter() - start}
-
-
-def play_lockstep(
-    engine: VLLMEngine,
-    pool: EnvPool,
-    chat: ChatTemplate,
-    requests: list[RolloutRequest],
-    settings: RolloutSettings,
-) -> Figures:
-    """Uses the same episodes and number of threads as `collect`; only the waiting differs."""
-    stopping = threading.Event()
-    episodes = [_Episode(pool, chat, request, settings, stopping) for request in requests]
-    tokens, start = 0, time.perf_counter()
-    with ThreadPoolExecutor(settings.env_workers) as threads:
-        list(threads.map(_Episode.reset, episodes))
-        playing = {episode.handler.trajectory_id: episode for episode in episodes}
-        while playing:
-            for name, episode in list(playing.items()):
-                if sampling := episode.next_request():
-                    engine.submit(name, episode.handler.next_prompt(), sampling)
-                else:
-                    del playing[name]
-            while engine.num_running:
-                for generation in engine.poll():
-                    tokens += len(generation.token_ids)
-                    playing[generation.request_id].add_generation(generation)
-            list(threads.map(_Episode.act, playing.values()))
     return {"tokens": tokens, "seconds": time.perf_counter() - start}
 
 
@@ -186,7 +143,6 @@ def measure(model: str, max_num_seqs: int, num_repeats: int) -> list[dict[str, A
         loops: dict[str, Callable[[], Figures]] = {
             "engine": partial(play_engine, engine, opening, observation),
             "collect": play_collect,
-            "lockstep": partial(play_lockstep, engine, pool, chat, requests, settings),
         }
         print(f"repeat {repeat + 1} of {num_repeats}, {task.subtask}:", flush=True)
         return {name: timed(name, loop) for name, loop in loops.items()}
@@ -209,9 +165,8 @@ def summarize(repeats: Sequence[dict[str, Any]]) -> dict[str, Figures]:
         rows = [repeat[latency] for repeat in repeats]
         speed = {loop: [r[loop]["tokens"] / r[loop]["seconds"] for r in rows] for loop in rows[0]}
         column = {loop: median(values, 1) for loop, values in speed.items()}
-        for baseline in ("engine", "lockstep"):
-            ratios = (a / b for a, b in zip(speed["collect"], speed[baseline], strict=True))
-            column[f"ratio_to_{baseline}"] = median(ratios, 3)
+        ratios = (a / b for a, b in zip(speed["collect"], speed["engine"], strict=True))
+        column["ratio_to_engine"] = median(ratios, 3)
         table[latency] = column
     return table
 

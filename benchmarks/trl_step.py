@@ -39,21 +39,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from agents import take_result  # noqa: E402
-from benchmarks.common import make_parser, median, write_result  # noqa: E402
-from chat import ChatTemplate  # noqa: E402
-from config import Config, options  # noqa: E402
-from envclient import EnvPool, local_server  # noqa: E402
-from envs import load_tasks  # noqa: E402
-from models import load_tokenizer  # noqa: E402
-from recipes.common import read_lines  # noqa: E402
-from rollout import draw_requests  # noqa: E402
-from scale.distributed import make_accelerator  # noqa: E402
-from scale.precision import choose  # noqa: E402
-from trajectory import RolloutHandler  # noqa: E402
-from warmstart import start_model  # noqa: E402
+from agents import take_result
+from benchmarks.common import make_parser, median, write_result
+from chat import ChatTemplate
+from config import Config, options
+from envclient import EnvPool, local_server
+from envs import load_tasks
+from models import load_tokenizer
+from recipes.common import read_lines
+from rollout import draw_requests
+from scale.distributed import make_accelerator
+from scale.precision import choose
+from trajectory import RolloutHandler
+from warmstart import start_model
 
 TRL_VERSION = "1.16"
 Figures = dict[str, float]

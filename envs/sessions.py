@@ -14,7 +14,7 @@ only its own session.
 Session numbers start at a random number in every server process. If they started at 0, a client
 that continues after the server restarts could get another client's session without an error.
 
-Measurements: benchmarks/environments.py. Read next: envs/server.py, then envclient.py.
+Read next: envs/server.py, then envclient.py.
 """
 
 import asyncio

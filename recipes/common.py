@@ -4,7 +4,6 @@ A record says how the run was started (command, commit, hardware, options) and h
 step and each task's result in every held-out evaluation. evidence.py compares records.
 """
 
-import contextlib
 import datetime
 import json
 import re
@@ -20,13 +19,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agentevol import EvolConfig  # noqa: E402
-from config import CHANGEABLE_ON_RESUME, Config, Misuse, checked, read_command_line  # noqa: E402
-from dpo import DpoConfig  # noqa: E402
-from run.checkpoint import steps_saved  # noqa: E402
-from run.files import write_text  # noqa: E402
-from sft import SftConfig  # noqa: E402
-from trajectory import LOST  # noqa: E402
+from agentevol import EvolConfig
+from config import CHANGEABLE_ON_RESUME, Config
+from dpo import DpoConfig
+from run.checkpoint import steps_saved
+from run.files import write_text
+from sft import SftConfig
+from trajectory import LOST
 
 CLASSES = (SftConfig, DpoConfig, EvolConfig, Config)
 COMMITTED = ROOT / "recipes" / "results"
@@ -99,13 +98,8 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
     words = [*arguments, "--run-dir", str(run_dir)]
     if (run_dir / "config.json").exists():
         words.append("--resume")
-        classes = {config.program: config for config in CLASSES}
-        try:
-            with contextlib.chdir(ROOT):
-                options = checked(read_command_line(words, classes[program])[0])
-        except Misuse as error:
-            raise SystemExit(f"{run_dir}: {error}") from None
-        if max(steps_saved(run_dir), default=0) >= options.steps:
+        steps = read_json(run_dir / "config.json")["config"]["steps"]
+        if max(steps_saved(run_dir), default=0) >= steps:
             print(f"{run_dir} is complete", flush=True)
             return
     run([sys.executable, program, *words])
@@ -123,9 +117,6 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     ignored |= {"eval_start_samples", "eval_every"}
     defaults = json.loads(json.dumps({f.name: f.default for k in CLASSES for f in fields(k)}))
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
-    for config in configs:  # an option that has become another one
-        if config.pop("learning_rate_scheduler", "") == "linear":
-            config["learning_rate_decay_steps"] = config["steps"]
     for config in configs[1:]:
         names = sorted((config.keys() | configs[0].keys()) - ignored)
         pairs = {n: [c.get(n, defaults.get(n)) for c in (configs[0], config)] for n in names}
@@ -146,9 +137,8 @@ def commits_of(results: Sequence[Result]) -> str:
 def record(run_dir: Path) -> Result:
     """The record of a finished run.
 
-    Each row of its curve has the step's metrics and the totals up to that step: seconds of wall
-    time and of CPU time (without evaluation and saving), turns, turns of failed episodes, sampled
-    tokens, and successful episodes. `held_out` has the evaluations at the first temperature, and
+    Each row of its curve has the step's metrics and the totals up to that step: turns, sampled
+    tokens, and seconds of CPU time. `held_out` has the evaluations at the first temperature, and
     `held_out_at` those at others.
 
     Raises:
@@ -157,21 +147,16 @@ def record(run_dir: Path) -> Result:
     description = read_json(run_dir / "config.json")
     steps = description["config"]["steps"]
     timings = {row["step"]: row for row in read_lines(run_dir / "timings.jsonl")}
-    names = ("turns", "failed_turns", "tokens", "successes", "seconds", "cpu_seconds")
-    totals = dict.fromkeys(names, 0.0)
+    totals = dict.fromkeys(("turns", "tokens", "cpu_seconds"), 0.0)
     curve = []
     for row in read_lines(run_dir / "metrics.jsonl"):
         if not (step := row["step"]):
             continue
         for line in read_lines(run_dir / "trajectories" / f"step_{step:06d}.jsonl"):
             totals["turns"] += len(line["turns"])
-            totals["failed_turns"] += 0 if line["success"] else len(line["turns"])
             totals["tokens"] += sum(line["loss_mask"])
-            totals["successes"] += line["success"]
         timing = timings.get(step, {})  # missing if the run was killed right after a checkpoint
-        totals["seconds"] += timing.get("time/step_s", 0.0)
         totals["cpu_seconds"] += timing.get("time/cpu_s", 0.0)
-        totals["seconds"] -= sum(timing.get(f"time/{name}_s", 0.0) for name in ("eval", "save"))
         metrics = {name: round(row[name], 5) for name in CURVE if row.get(name) is not None}
         curve.append({"step": step} | {n: round(v, 1) for n, v in totals.items()} | metrics)
     held_out = read_evaluations(run_dir, "")
@@ -180,13 +165,11 @@ def record(run_dir: Path) -> Result:
         raise SystemExit(f"{run_dir} was evaluated at steps {evaluated}, expected 0 to {steps}")
     keys = ("command", "git_commit", "hardware", "versions", "begun", "config")
     step_seconds = [row["time/step_s"] for row in timings.values() if "time/step_s" in row]
-    peaks = [row["memory/peak_bytes"] for row in timings.values() if "memory/peak_bytes" in row]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **{key: description[key] for key in keys if key in description},
         "steps": steps,
         "hours": round(sum(step_seconds) / 3600, 3),
-        "peak_gb": round(max(peaks) / 1e9, 2) if peaks else None,
         "curve": curve,
         "held_out": held_out,
         "held_out_at": {

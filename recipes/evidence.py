@@ -25,17 +25,13 @@ Read next: miniature.py, tables.py.
 
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes.common import Result
 from reporting.compare import brackets, paired_bootstrap, percent

@@ -37,11 +37,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agents import ACT, AGAIN, PLAN, REFLECT  # noqa: E402
-from data import NAMES, Record  # noqa: E402
-from envs import OracleLost  # noqa: E402
-from envs.babyai.levels import level_and_seed, task_index_of  # noqa: E402
-from recipes.common import read_json, write_json  # noqa: E402
+from agents import ACT, AGAIN, PLAN, REFLECT
+from data import NAMES, Record
+from envs import OracleLost
+from envs.babyai.levels import level_and_seed, task_index_of
+from recipes.common import read_json, write_json
 
 FOLDER = ROOT / "recipes" / "laboratory"
 TIERS = {"near": (1, 2, 4, 9, 19, 30), "middle": (8, 15, 21, 22, 26), "far": (27, 29)}

@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recipes.common import markdown  # noqa: E402
-from scale.memory import (  # noqa: E402
+from recipes.common import markdown
+from scale.memory import (
     GIB,
     POLICY_SHARE,
     Shape,

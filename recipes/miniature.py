@@ -33,10 +33,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from conversations import read_records  # noqa: E402
-from data import Record  # noqa: E402
-from recipes import laboratory  # noqa: E402
-from recipes.common import (  # noqa: E402
+from conversations import read_records
+from data import Record
+from recipes import laboratory
+from recipes.common import (
     COMMITTED,
     Result,
     exit_on_interrupt,
@@ -49,7 +49,7 @@ from recipes.common import (  # noqa: E402
     run_program,
     write_json,
 )
-from recipes.laboratory import is_held_out  # noqa: E402
+from recipes.laboratory import is_held_out
 
 BASE = ROOT / "recipes" / "miniature.json"
 FOLDER = COMMITTED / "miniature"
@@ -451,7 +451,6 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
     "teacher": ("teacher", "rl", "imitation", "filtered"),  # can RL surpass a weak teacher?
-    "compute": ("imitation", "rl"),  # how much do more turns and samples help?
     "estimators": (*PILOTS, *ESTIMATORS),  # which advantage? each at the best of three rates
     "methods": (*METHODS, *ESTIMATORS, "stepwise"),  # the other methods, at equal turns
 }

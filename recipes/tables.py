@@ -21,14 +21,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu  # noqa: E402
-from envs import call_static, get_env  # noqa: E402
-from envs.babyai.levels import LEVELS, level_and_seed  # noqa: E402
-from envs.sciworld.tasks import find_task  # noqa: E402
-from envs.textcraft.recipes import recipe_book  # noqa: E402
-from formats import FORMATS  # noqa: E402
-from recipes import memory, miniature, worlds  # noqa: E402
-from recipes.common import (  # noqa: E402
+from benchmarks import gpu
+from envs import call_static, get_env
+from envs.babyai.levels import LEVELS, level_and_seed
+from envs.sciworld.tasks import find_task
+from envs.textcraft.recipes import recipe_book
+from formats import FORMATS
+from recipes import memory, miniature, worlds
+from recipes.common import (
     COMMITTED,
     Result,
     commits_of,
@@ -36,7 +36,8 @@ from recipes.common import (  # noqa: E402
     read_json,
     require_alike,
 )
-from recipes.evidence import (  # noqa: E402
+from recipes.evidence import (
+    Comparison,
     KindOf,
     Reading,
     Shares,
@@ -55,8 +56,8 @@ from recipes.evidence import (  # noqa: E402
     spread,
     start,
 )
-from recipes.laboratory import PLAYED, TIERS, tier_of  # noqa: E402
-from recipes.miniature import (  # noqa: E402
+from recipes.laboratory import PLAYED, TIERS, tier_of
+from recipes.miniature import (
     ESTIMATORS,
     HORIZONS,
     MANY,
@@ -68,10 +69,10 @@ from recipes.miniature import (  # noqa: E402
     pilot,
     pilot_score,
 )
-from reporting.compare import brackets, percent  # noqa: E402
-from reporting.plots import GREY, PALETTE, band, figure  # noqa: E402
-from reporting.scoring import estimate_share, pass_at_k  # noqa: E402
-from run.files import write_text  # noqa: E402
+from reporting.compare import brackets
+from reporting.plots import GREY, PALETTE, band, figure
+from reporting.scoring import estimate_share
+from run.files import write_text
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "RESULTS.md", "recipes/results/memory.md")
@@ -136,7 +137,7 @@ def changes(
     at_start: Reading,
     at_end: Reading,
     samples: int = 2,
-) -> list[list[str]]:
+) -> list[tuple[str, int, str, str, Comparison]]:
     """Rows (sub-task, number of tasks, before, after, difference): one for each sub-task with more
     than one task, then one for all. `before` are evaluations of the same weights."""
 
@@ -150,8 +151,7 @@ def changes(
         if (num_tasks := len(last(after[0]))) > 1:
             run_spread = spread([after], last, samples)
             gain = compare(after, before, last, first, kind_in(env), run_spread, is_start=True)
-            row = (name, num_tasks, cell(before, first), cell(after, last), gain)
-            rows.append([str(x) for x in row])
+            rows.append((name, num_tasks, cell(before, first), cell(after, last), gain))
     return rows
 
 
@@ -172,16 +172,12 @@ def default_runs() -> list[str]:
 def default_runs_summary() -> list[str]:
     rows = []
     for env, text in TASKS.items():
-        results, before = results_of("worlds", env), starts_of(env)
-        run_spread = spread([results], end, results[0]["held_out"][-1]["samples"])
-        gain = compare(results, before, end, start, kind_in(env), run_spread, is_start=True)
+        results = results_of("worlds", env)
+        *_, before_all, after_all, gain = changes(env, starts_of(env), results, start, end)[-1]
         kinds = f"{gain.kinds['kinds']} {KIND_NAMES[env]}" if gain.kinds["kinds"] > 1 else "-"
         intervals = [brackets(e, signed=True) for e in (gain.goals, gain.kinds, gain.seeds)]
         counts = f"{gain.goals['items']}; {kinds}; {len(results)}"
-        ends = [
-            f"{100 * fmean(pooled(r, f).values()):.1f}"
-            for r, f in ((before, start), (results, end))
-        ]
+        ends = (before_all.split()[0], after_all.split()[0])
         rows.append((text, counts, *ends, f"{100 * gain.goals['value']:+.1f}", *intervals))
     titles = "environment | tasks; kinds; seeds | before, % | after, % | difference, points"
     return markdown(f"{titles} | over tasks | over kinds | over seeds", rows)
@@ -757,30 +753,6 @@ def teacher() -> list[str]:
     return [*lines, "", *markdown(titles, rows)]
 
 
-def compute() -> list[str]:
-    """Success with more turns and more samples, for the start and for two arms at their ends."""
-    runs, limits = runs_of("compute"), (1, 2, 4, 6, 8, 12, 16)
-    cases = {"start": (0, list(start_of(runs)))}
-    cases |= {arm: (-1, list(results)) for arm, results in runs.items()}
-    rows = []
-    for name, (index, results) in cases.items():
-        evaluations = [result["held_out"][index] for result in results]
-        columns = [mean_over_seeds([shares(e, n) for e in evaluations]) for n in limits]
-        columns.append(mean_over_seeds([pass_at_2(e) for e in evaluations]))
-        rows.append((name, *(percent(estimate_share(list(goals.values()))) for goals in columns)))
-    turns = " | ".join("1 turn" if n == 1 else f"{n} turns" for n in limits)
-    return markdown(f"% solved within | {turns} | one of two samples, {ALL_TURNS} turns", rows)
-
-
-def pass_at_2(evaluation: Mapping[str, Any]) -> Shares:
-    """For each goal the probability that at least one of two samples solves it."""
-    return {
-        task_id: pass_at_k(len(samples), sum(turns > 0 for turns in samples), 2)
-        for task_id, samples in evaluation["solved_in"].items()
-        if len(samples) >= 2
-    }
-
-
 def estimators() -> list[str]:
     runs = runs_of("estimators")
     pilots = [
@@ -860,17 +832,11 @@ def speed() -> list[str]:
 
     rows = []
     for name, slots, options in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
-        no_delay, delay, tail = (read(name)["summary"][key] for key in ("none", "100 ms", "tail"))
         text = f"rollout loop, 64 trajectories, {slots} engine slots: tokens/s relative to"
+        ratios = (read(name)["summary"][delay]["ratio_to_engine"] for delay in ("none", "100 ms"))
+        values = "; ".join(f"{ratio:.2f}" for ratio in ratios)
         command = f"`python benchmarks/rollout.py{options}`"
-        ratios = f"{no_delay['ratio_to_engine']:.2f}; {delay['ratio_to_engine']:.2f}"
-        rows.append((f"{text} the bare engine, steps of 0 and 100 ms", ratios, "-; 0.85", command))
-        ratio = f"{tail['ratio_to_lockstep']:.1f}"
-        rows.append((f"{text} a lockstep loop, 5 % of steps take 2 s", ratio, "1.5", command))
-    for model, options in (("tiny", ""), ("smollm2-135m", " --tasks 4 --repeats 3")):
-        text = f"update, {model}: tokens/s relative to a bare forward and backward pass"
-        command = f"`python benchmarks/update.py --model {model}{options}`"
-        rows.append((text, read(f"update_{model}")["summary"]["ratio"], "0.9", command))
+        rows.append((f"{text} the bare engine, steps of 0 and 100 ms", values, "-; 0.85", command))
     for name, work, options in (
         ("trl_step", "the default step", " --repeats 3"),
         ("trl_step-equal", "equal work", " --tasks 2 --repeats 5 --train-on-all"),
@@ -880,31 +846,7 @@ def speed() -> list[str]:
         text = f"TRL 1.16's GRPOTrainer with transformers, {work}: its time divided by ours, "
         text += "rollout; update; step"
         rows.append((text, ratios, "-", f"`python benchmarks/trl_step.py{options}`"))
-    for env in ("babyai", "sciworld", "searchqa"):
-        result = read(f"environments-{env}")
-        text = f"{env}'s server, {result['sessions']} sessions: steps/s relative to a plain server"
-        command = f"`python benchmarks/environments.py --env {env}`"
-        rows.append((text, f"{result['ratio']:g}", "-", command))
-    for path in BENCHMARKS.glob("webarena.json"):
-        rows += webarena_speed(read_json(path))
     return markdown("measurement | value | target | command", rows)
-
-
-def webarena_speed(result: Any) -> list[tuple[str, str, str, str]]:
-    ratio, resets = result["speed"]["ratio"], result["resets"]
-    times = [result["speed"]["seconds"][f"ours, 1, {path}"] for path in ("/reset", "/step")]
-    seconds = "; ".join(f"{time['median']:.2f} ({time['p95']:.2f})" for time in times)
-    names = ("memory_mb", "processes", "files")
-    growth = "; ".join(f"{resets['100'][name]}, {resets['500'][name]}" for name in names)
-    plain = "relative to a plain server with a Chromium per session"
-    rows = [
-        (f"1 session; 8 sessions: steps/s {plain}", f"{ratio['1']:.1f}; {ratio['8']:.1f}", "8; 3"),
-        (f"16 sessions: memory {plain}", f"{result['memory']['ratio']:.2f}", "0.25"),
-        ("1 session: seconds of a reset; of a step, median (p95)", seconds, "-"),
-        ("4 sessions, after 100, 500 resets: memory in MB; processes; open files", growth, "-"),
-    ]
-    name, command = "webarena's server", "`python benchmarks/webarena.py`"
-    return [(f"{name}, {text}", value, target, command) for text, value, target in rows]
 
 
 # ------------------------------------------------------------------------------------------ pages
@@ -939,7 +881,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "noise": noise,
     "controls": controls,
     "teacher": teacher,
-    "compute": compute,
     "estimators": estimators,
     "methods": methods,
     "speed": speed,

@@ -7,7 +7,6 @@ it takes as long as RL.
 
     python recipes/worlds.py --env babyai --seed 0
     python recipes/worlds.py --env textcraft --seed 0 --published   # also AgentGym's test split
-    python recipes/worlds.py --env textcraft --start                # only evaluate the start
     python recipes/worlds.py --env textcraft --seed 0 --method dpo
     python recipes/worlds.py --env textcraft --name code --action-format code --steps 5
 
@@ -26,10 +25,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import Config, checked  # noqa: E402
-from config import options as default_options  # noqa: E402
-from envs import ENVS  # noqa: E402
-from recipes.common import (  # noqa: E402
+from config import Config, checked
+from config import options as default_options
+from envs import ENVS
+from recipes.common import (
     COMMITTED,
     exit_on_interrupt,
     read_json,
@@ -38,8 +37,8 @@ from recipes.common import (  # noqa: E402
     run_program,
     write_json,
 )
-from run.checkpoint import steps_saved  # noqa: E402
-from warmstart import demonstrations_for, settings_for, start_model  # noqa: E402
+from run.checkpoint import steps_saved
+from warmstart import demonstrations_for, settings_for, start_model
 
 RUNS = Path("runs/worlds")
 METHODS = ("sft", "dpo", "agentevol")
@@ -56,37 +55,21 @@ def start_of(config: Config) -> str:
     return start_model(config, accelerator)
 
 
-def played(model: str, config: Config, out: Path, *options: str) -> dict[str, Any]:
-    """The results of evaluate.py at both temperatures, from `out` if they are there already:
-    {temperature: {max_rounds, samples, items}}."""
+def published(model: str, config: Config, out: Path) -> dict[str, Any]:
+    """The results on AgentGym's test split at both temperatures, with at most as many turns as in
+    the paper: {temperature: {max_rounds, samples, items}}. From `out` if they are there already."""
     results = {}
     for temperature in TEMPERATURES:  # one at a time, so that an interrupted recipe goes on
         folder = out / f"temperature_{temperature}"
         if not (folder / "eval.json").exists():
             words = ["--env", config.env, "--model", model, "--temperature", temperature]
-            words += ["--max-tokens-per-turn", str(config.max_tokens_per_turn)]
-            run([sys.executable, "evaluate.py", *words, *options, "--out", str(folder)])
+            words += ["--max-tokens-per-turn", str(config.max_tokens_per_turn), "--split", "test"]
+            words += ["--samples", "2", "--max-rounds", "30", "--max-trajectory-tokens", "4096"]
+            run([sys.executable, "evaluate.py", *words, "--out", str(folder)])
         summary = read_json(folder / "eval.json")
         items = {task_id: item["avg"] for task_id, item in summary["items"].items()}
         results[temperature] = {n: summary[n] for n in ("max_rounds", "samples")} | {"items": items}
     return results
-
-
-def published(model: str, config: Config, out: Path) -> dict[str, Any]:
-    """AgentGym's test split, with at most as many turns as in the paper."""
-    limits = ("--max-rounds", "30", "--max-trajectory-tokens", "4096")
-    return played(model, config, out, "--split", "test", "--samples", "2", *limits)
-
-
-def evaluate_start(env: str, folder: Path) -> None:
-    """Evaluate the start on the training tasks and on the published split."""
-    config = checked(default_options(env))
-    model, out = start_of(config), RUNS / f"start-{env}"
-    limits = ["--max-rounds", str(max(config.rounds))]
-    limits += ["--max-trajectory-tokens", str(config.max_trajectory_tokens), "--samples", "4"]
-    train = played(model, config, out / "train", "--tasks", str(config.tasks), *limits)
-    test = published(model, config, out / "test")
-    write_json(folder / f"start-{env}.json", {"env": env, "train": train, "test": test})
 
 
 def imitation_words(env: str) -> list[str]:
@@ -105,7 +88,6 @@ def main() -> None:
     parser.add_argument("--method", choices=methods, help="run this program instead of train.py")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--name", help="name of the result, for a run with other options")
-    parser.add_argument("--start", action="store_true", help="only evaluate the start")
     parser.add_argument(
         "--published", action="store_true", help="play the published test split, too"
     )
@@ -114,9 +96,6 @@ def main() -> None:
     os.chdir(ROOT)
     name = f"{options.name or options.env}-{options.seed}"
     folder = COMMITTED / "worlds" if options.commit else RUNS / "results"
-    if options.start:
-        evaluate_start(options.env, folder)
-        return
     words = ["--env", options.env, "--seed", str(options.seed), "--save-every", "5", *SAMPLES]
     words += ["--eval-temperatures", *TEMPERATURES]
     program = options.method or "train"

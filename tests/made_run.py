@@ -20,6 +20,8 @@ from run.files import write_json, write_text
 from trajectory import RolloutHandler
 
 START = Path(__file__).resolve().parent.parent / "recipes" / "starts" / "tiny-careless"
+# Fifty episodes each of three environments; tests/played.py at commit fbf0efd has recorded them.
+PLAYED = Path(__file__).parent / "data" / "played"
 HOSTILE = (
     "<script>window.pwned=1</script>",
     "</script><img src=x onerror='window.pwned=1'>",

@@ -299,6 +299,17 @@ def test_the_oracle_solves_a_task_of_every_level(number, seed):
     assert solve(env)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(9))
+def test_the_oracle_solves_nine_more_tasks_of_every_level(seed):
+    """Level 7 with seed 6 cannot be won: its goal is in a locked room, together with the only key
+    to that room."""
+    for number in range(1, 41):
+        if (number, seed) != (7, 6):
+            test_the_oracle_solves_a_task_of_every_level(number, seed)
+
+
 def test_the_oracle_raises_an_error_if_the_mission_cannot_be_won_any_more():
     env = BabyAI()
     assert env.reset(task_index_of(17, 1)).startswith("Your goal: pick up a grey box\n")
@@ -344,3 +355,10 @@ def num_solved_after_random_play(numbers, seed) -> int:
 def test_the_oracle_recovers_from_ten_random_actions():
     numbers = [1, 3, 5, 8, 11, 13, 19, 20, 22, 23, 25, 26, 28, 30]
     assert num_solved_after_random_play(numbers, seed=0) >= 13
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_oracle_recovers_from_ten_random_actions_on_every_level():
+    """It solved 119 of 120; in the remaining one, a box that the mission needs was already gone."""
+    assert sum(num_solved_after_random_play(range(1, 41), seed) for seed in (1, 2, 3)) >= 117

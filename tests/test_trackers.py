@@ -3,8 +3,6 @@ continues its curve. Packages that no option names are not imported."""
 
 import importlib.machinery
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -103,20 +101,3 @@ def test_a_tracker_that_fails_prints_one_line_and_the_run_continues_without_it(
     fake.init = fail
     with pytest.raises(TrackerError, match=f"--log-to {fake.name} cannot start: .*gone"):
         Trackers([fake.name], tmp_path, {})
-
-
-# --- A real tracker ------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not find_spec("tensorboard"), reason="not in the requirements")
-def test_tensorboard_reads_back_one_curve(tmp_path):
-    accumulator = import_module("tensorboard.backend.event_processing.event_accumulator")
-    log_steps(tmp_path, ["tensorboard"], [1, 2, 3, 4], env="textcraft").close()
-    log_steps(tmp_path, ["tensorboard"], [3, 4, 5], resume_step=2).close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    points = [(e.step, e.value) for e in events.Scalars("train/return_mean")]
-    assert points == [(n, pytest.approx(n / 10)) for n in range(1, 6)]
-    assert "policy/loss" not in events.Tags()["scalars"]
-    (text, *_) = events.Tensors("config/text_summary")
-    assert b"textcraft" in text.tensor_proto.string_val[0]

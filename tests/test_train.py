@@ -561,20 +561,24 @@ def test_a_step_sampled_with_other_weights_than_the_trainers_ends_the_run(monkey
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_during_an_update_finishes_the_step_first(tmp_path, capsys, monkeypatch):
-    update = RLWorker.update
+@pytest.mark.parametrize(("phase", "steps"), [("roll_out", []), ("update", [1])])
+def test_ctrl_c_ends_a_rollout_at_once_but_an_update_finishes_its_step(
+    tmp_path, capsys, monkeypatch, phase, steps
+):
+    original = getattr(RLWorker, phase)
 
-    def interrupted_update(self, step, *args):
+    def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        return update(self, step, *args)
+        return original(*args)
 
-    monkeypatch.setattr(RLWorker, "update", interrupted_update)
+    monkeypatch.setattr(RLWorker, phase, interrupted)
     with serve() as url:
         code, run_dir = run_in_process(tmp_path, url, steps=3, save_every=3)
     assert code == 130
-    assert "stopped after step 1; a checkpoint is saved" in capsys.readouterr().out
-    assert checkpoint.steps_saved(run_dir) == [1]
-    assert [line["step"] for line in read_metrics(run_dir)] == [1]
+    last = max(steps, default=0)
+    assert f"stopped after step {last}; a checkpoint is saved" in capsys.readouterr().out
+    assert checkpoint.steps_saved(run_dir) == [last]
+    assert [line["step"] for line in read_metrics(run_dir)] == steps
 
 
 def test_ctrl_c_before_training_begins_leaves_no_run_behind(tmp_path, capsys, monkeypatch):

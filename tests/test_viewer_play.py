@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from played import COUNT, FOLDER
+from made_run import PLAYED
 from test_viewer_server import client_of
 
 from envclient import AllServersDown
@@ -21,7 +21,7 @@ def environments():
 
 
 def recorded_lines(env):
-    return [json.loads(line) for line in (FOLDER / f"{env}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (PLAYED / f"{env}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_fifty_re_enacted_episodes_have_the_recorded_observations(environments, 
     if package := {"babyai": "minigrid", "sciworld": "scienceworld"}.get(env):
         pytest.importorskip(package)
     lines = recorded_lines(env)
-    assert len(lines) == COUNT and sum(len(line["turns"]) for line in lines) > 2 * COUNT
+    assert len(lines) == 50 and sum(len(line["turns"]) for line in lines) > 2 * 50
     for line in lines:
         result = reenact(environments, line, None)
         assert result["first_difference"] is None, line["trajectory_id"]
@@ -85,7 +85,7 @@ def test_a_person_the_oracle_and_a_model_play_an_episode_that_is_saved_and_re_en
     environments, tmp_path
 ):
     play = Play(environments, tmp_path, Model())  # type: ignore[arg-type]
-    client = client_of(FOLDER / "textcraft.jsonl", play=play)
+    client = client_of(PLAYED / "textcraft.jsonl", play=play)
 
     def ask(command, status=200, **body):
         response = client.post(f"/api/play/{command}", json=body)
