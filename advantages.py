@@ -37,7 +37,7 @@ explains how the published system differs. Read next: losses.py, which uses the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ def gae(
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
     returns = advantages + values  # (B, T)  0 on masked tokens
     if whiten:
-        advantages = _whiten(advantages, mask)
+        advantages = whitened(advantages, mask)
     return advantages.float(), returns.float()
 
 
@@ -178,7 +178,7 @@ def gae_by_turn(
     by_turn = gae(rewards, values, first, gamma, lam, whiten=False)
     advantages, returns = (_over_turns(x, start, mask) for x in by_turn)
     if whiten:
-        advantages = _whiten(advantages.double(), mask).float()
+        advantages = whitened(advantages.double(), mask).float()
     return advantages, returns
 
 
@@ -311,7 +311,7 @@ def reinforce_plus_plus(
     """
     mask = _check(token_rewards, loss_mask)
     returns = _returns_to_go(token_rewards.double(), mask, gamma)
-    return _whiten(returns, mask).float(), returns.float()
+    return whitened(returns, mask).float(), returns.float()
 
 
 @torch.no_grad()
@@ -339,49 +339,23 @@ def distill(
     return reward, reward
 
 
-@torch.no_grad()
-def whiten(x: Tensor, loss_mask: Tensor) -> Tensor:
-    """Shift and scale x to mean 0 and unbiased standard deviation 1 over all policy tokens.
+def whitened(x: Tensor, mask: Tensor) -> Tensor:
+    """x, shifted and scaled to mean 0 and unbiased standard deviation 1 over all policy tokens.
 
         (x − mean) / √(var + 1e-8)
 
-    The result is 0 where loss_mask is 0. It is 0 everywhere if x is constant or has fewer than two
+    The result is 0 where the mask is false, and everywhere if x is constant or has fewer than two
     policy tokens. Values on masked tokens are ignored, even NaN.
 
     Args:
         x: (B, T) float.
-        loss_mask: (B, T) of 0 and 1.
+        mask: (B, T) bool.
     Returns:
-        (B, T) float32.
+        (B, T) like x.
 
-    >>> whiten(torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[1, 1, 0]])).tolist()
+    >>> whitened(torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[True, True, False]])).tolist()
     [[-0.7071067690849304, 0.7071067690849304, 0.0]]
     """
-    return _whiten(x.double(), loss_mask.bool()).float()
-
-
-def whiten_per_env(x: Tensor, loss_mask: Tensor, envs: Sequence[str]) -> Tensor:
-    """`whiten` the rows of each environment separately (AgentRL, arXiv 2510.04206), so that none
-    dominates the others because of its wide range of returns. As in the paper, this also shifts the
-    mean and can change signs: if failed trajectories are longer, the mean over tokens is negative,
-    and subtracting it makes small negative advantages positive.
-
-    Args:
-        envs: B names, the environment of each row.
-
-    >>> x = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
-    >>> [[round(v, 3) for v in row] for row in whiten_per_env(x, torch.ones(2, 2), "ab").tolist()]
-    [[-0.707, 0.707], [-0.707, 0.707]]
-    """
-    whitened = torch.zeros_like(x)
-    for env in dict.fromkeys(envs):
-        rows = [row for row, name in enumerate(envs) if name == env]
-        whitened[rows] = whiten(x[rows], loss_mask[rows])
-    return whitened
-
-
-def _whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """`whiten` in float64 with a boolean mask; `gae` has an argument named `whiten`."""
     policy = x[mask]  # (N,)
     if policy.numel() < 2 or policy.min() == policy.max():
         return torch.zeros_like(x)

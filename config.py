@@ -377,16 +377,12 @@ class Config(RunConfig, Objective):
     lam: float = 1.0  # lambda of generalized advantage estimation (ppo) [paper: 1.0]
     kl_coef: float = 0.0
     """weight of the KL penalty (against the initial policy) in the reward [paper: 0.0]"""
-    kl_target: float | None = None
-    """adapt --kl-coef so that the KL stays near this value (nats per token);
-    if not given, --kl-coef stays fixed"""
     reset_adapter_every: int = 0
     """after every N steps, merge the LoRA adapters into the model, take the result as the new
     reference, and continue with new adapters and a new optimizer; 0: never [paper: 0]"""
     skip_zero_variance: bool = True
     """(grpo, rloo) leave out groups whose returns are all equal: their advantages are 0;
-    ignored with --kl-coef, --overlong-penalty or --normalize-per-env, because the advantages may
-    not be 0"""
+    ignored with --kl-coef or --overlong-penalty, because the advantages may not be 0"""
     dynamic_sampling: int = 0
     """(grpo, rloo, gigpo) replace each task whose samples all earned the same return, in at most
     N more rounds of rollouts per step (DAPO); 0: off"""
@@ -399,7 +395,6 @@ class Config(RunConfig, Objective):
     overlong_penalty: int = 0
     """subtract up to 1 from the return of a trajectory that ends within the last N tokens of
     --max-trajectory-tokens, or is cut there (DAPO); 0: off"""
-    normalize_per_env: bool = False  # whiten advantages separately for each environment
     shuffle_rewards: bool = False
     """control experiment: shuffle each step's rewards, so that nothing can be learned"""
 
@@ -422,7 +417,7 @@ class Config(RunConfig, Objective):
     def pays_within_groups(self) -> bool:
         """Whether advantages can differ within a group of equal returns."""
         by_turn = self.algorithm == "gigpo"
-        return bool(by_turn or self.kl_coef or self.overlong_penalty or self.normalize_per_env)
+        return bool(by_turn or self.kl_coef or self.overlong_penalty)
 
     @property
     def trajectories_per_step(self) -> int:
@@ -462,8 +457,6 @@ class Config(RunConfig, Objective):
             raise Misuse(f"--dual-clip {self.dual_clip} must be 0 (off) or above 1")
         if self.group_size < 2 and self.algorithm in GROUP_ALGORITHMS:
             raise Misuse(f"--group-size 1: {self.algorithm} compares samples; give at least 2")
-        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
-            raise Misuse("--kl-target adapts --kl-coef: both must be above 0")
         if self.reset_adapter_every and not self.lora_rank:
             raise Misuse("--reset-adapter-every needs LoRA adapters: set --lora-rank")
         if self.kl_loss_coef and self.kl_estimator == "k1":

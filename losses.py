@@ -318,35 +318,6 @@ def kl_penalized_rewards(
     return token_rewards - kl_coef * kl_estimate(log_probs, ref_log_probs, estimator, loss_mask)
 
 
-class KLController:
-    """The weight β of the KL penalty in the reward. With a target, it is adjusted to keep the
-    observed KL near that (arXiv 1909.08593, section 2.2); otherwise it never changes.
-
-        e = clip( KL / target − 1, −0.2, 0.2 )
-        β ← β · (1 + e · num_steps / horizon)
-
-    Args:
-        kl_coef: β at the start; positive if there is a target, because no factor changes 0.
-        target: desired KL in nats, in the same unit as `observed_kl` in `update`.
-        horizon: number of trajectories over which β can change by a factor of about 1.2.
-    """
-
-    def __init__(self, kl_coef: float, target: float | None, horizon: float = 10_000) -> None:
-        self.value, self.target, self.horizon = kl_coef, target, horizon
-
-    def update(self, observed_kl: float, num_steps: int) -> None:
-        """Adapt β to the KL observed over num_steps trajectories, counted over all processes."""
-        if self.target is not None:
-            error = max(-0.2, min(0.2, observed_kl / self.target - 1))  # NaN counts as too far
-            self.value *= 1 + error * num_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
 # --------------------------------------------------------------- the loss of an optimizer step
 
 

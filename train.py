@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from advantages import ESTIMATORS, anchored_share, overlong_penalty, whiten_per_env
+from advantages import ESTIMATORS, anchored_share, overlong_penalty
 from batching import Batch, anchors_of, make_batch
 from config import (
     GROUP_ALGORITHMS,
@@ -63,7 +63,6 @@ from config import (
 from data import advised
 from envs import Task, env_name, tasks_by_env
 from losses import (
-    KLController,
     kl_estimate,
     kl_penalized_rewards,
     masked_mean,
@@ -145,9 +144,6 @@ def train(config: Config) -> Run:
                     if w.teacher is not None:
                         gap = masked_mean(batch.advantages, batch.loss_mask)
                         metrics["policy/teacher_kl"] = -float(gap)
-                    if c.normalize_per_env:
-                        envs = [t.env for t in usable]
-                        batch.advantages = whiten_per_env(batch.advantages, batch.loss_mask, envs)
 
                 with session.saving_on_failure():
                     # --------------------------------------------------------------------- 5 update
@@ -226,7 +222,7 @@ def select(
     Dropped: trajectories that were lost to the infrastructure or have no policy tokens. Algorithms
     that compare within a group also drop groups with a single member and, with
     --skip-zero-variance, groups with equal returns, because their advantages are zero. With
-    --kl-coef, --overlong-penalty or --normalize-per-env they may not be zero, so they are kept.
+    --kl-coef or --overlong-penalty they may not be zero, so they are kept.
     --dynamic-sampling drops them always, and --keep-uncertain the groups with the smallest spread
     of returns. The loss is then a mean over what remains, as if nothing else had been played.
     """
@@ -297,7 +293,6 @@ class RLWorker(Worker):
         teacher        for distillation: scores the policy's tokens
         reference      a frozen copy of the initial policy; with LoRA, the policy without its
                        adapters, so --reset-adapter-every moves it
-        kl_controller  the weight of the KL penalty in the reward, fixed or adaptive
         task_outcomes  with --task-sampling uncertain: how often each task was solved
 
     Raises:
@@ -316,12 +311,10 @@ class RLWorker(Worker):
                 "processes, because each one rolls out the same number of tasks"
             )
         super().__init__(config, run, stack, stop)
-        self.kl_controller = KLController(config.kl_coef, config.kl_target)
         self.task_outcomes: TaskOutcomes | None = None
-        self.stateful = {"kl_controller": self.kl_controller}
         if config.task_sampling == "uncertain":
             self.task_outcomes = TaskOutcomes(known_outcomes(config, self.start))
-            self.stateful["task_outcomes"] = self.task_outcomes
+            self.stateful = {"task_outcomes": self.task_outcomes}
 
     def load_models(self) -> None:
         """Load the policy and, if the options need them, PPO's critic and the frozen reference."""
@@ -436,15 +429,12 @@ class RLWorker(Worker):
 
     def penalize_kl(self, batch: Batch) -> dict[str, float]:
         """With --kl-coef, subtract the KL penalty from the rewards. Returns its metrics."""
-        old, ref = batch.old_log_probs, batch.ref_log_probs
-        if old is None or ref is None or not self.config.kl_coef:
+        old, ref, mask = batch.old_log_probs, batch.ref_log_probs, batch.loss_mask
+        coef = self.config.kl_coef
+        if old is None or ref is None or not coef:
             return {}
-        controller, mask = self.kl_controller, batch.loss_mask
-        coef = controller.value
         batch.token_rewards = kl_penalized_rewards(batch.token_rewards, old, ref, mask, coef)
-        observed = float(masked_mean(kl_estimate(old, ref, "k3"), mask))
-        controller.update(observed, len(batch))
-        return {"kl/coef": coef, "policy/kl": observed}
+        return {"policy/kl": float(masked_mean(kl_estimate(old, ref, "k3"), mask))}
 
     def penalize_length(
         self, batch: Batch, trajectories: Sequence[RolloutHandler]

@@ -29,6 +29,8 @@ from trajectory import LOST
 
 CLASSES = (SftConfig, DpoConfig, EvolConfig, Config)
 COMMITTED = ROOT / "recipes" / "results"
+# Options that no longer exist, and their value in all committed runs.
+RETIRED = {"kl_target": None, "normalize_per_env": False}
 CURVE = (
     *("train/return_mean", "train/success_rate", "train/turns_mean", "train/parse_error_rate"),
     *("train/groups", "train/groups_zero_variance", "train/groups_mixed"),
@@ -115,7 +117,8 @@ def require_alike(results: Sequence[Result]) -> Sequence[Result]:
     ignored |= {"seed", "config", "preset", "tasks", "eval_tasks", "data", "num_demonstrations"}
     # An evaluation records its step and its number of samples.
     ignored |= {"eval_start_samples", "eval_every"}
-    defaults = json.loads(json.dumps({f.name: f.default for k in CLASSES for f in fields(k)}))
+    defaults = {f.name: f.default for k in CLASSES for f in fields(k)} | RETIRED
+    defaults = json.loads(json.dumps(defaults))
     configs = [r["config"] | {"steps": r["steps"]} for r in results if "config" in r]
     for config in configs[1:]:
         names = sorted((config.keys() | configs[0].keys()) - ignored)

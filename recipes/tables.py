@@ -833,8 +833,8 @@ def speed() -> list[str]:
     rows = []
     for name, slots, options in (("rollout", 64, ""), ("rollout-32", 32, " --max-num-seqs 32")):
         text = f"rollout loop, 64 trajectories, {slots} engine slots: tokens/s relative to"
-        ratios = (read(name)["summary"][delay]["ratio_to_engine"] for delay in ("none", "100 ms"))
-        values = "; ".join(f"{ratio:.2f}" for ratio in ratios)
+        speeds = (read(name)["summary"][delay]["ratio_to_engine"] for delay in ("none", "100 ms"))
+        values = "; ".join(f"{ratio:.2f}" for ratio in speeds)
         command = f"`python benchmarks/rollout.py{options}`"
         rows.append((f"{text} the bare engine, steps of 0 and 100 ms", values, "-; 0.85", command))
     for name, work, options in (

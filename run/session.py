@@ -139,7 +139,6 @@ class Session(Generic[WorkerType]):
         if c.resume:
             for timings in read_log(path / "timings.jsonl") if writes else ():
                 self.time_left.note(timings)
-            self.note_late_evaluation()
             self.tidy_up()
             distributed.say(f"resumed after step {self.completed_step}")
         self.note_completed(self.completed_step)
@@ -269,25 +268,9 @@ class Session(Generic[WorkerType]):
             )
         return rows
 
-    def note_late_evaluation(self) -> None:
-        """Take over the score of an evaluation that was repeated after the checkpoint of its step
-        was saved; only the log has it. If the evaluation is still due, it is repeated again."""
-        step = self.completed_step
-
-        def logged() -> float | None:
-            rows = read_log(self.run.path / "metrics.jsonl") if step else ()
-            return next((row.get("eval/avg") for row in rows if row["step"] == step), None)
-
-        score = distributed.run_on_rank_0("resuming", logged)
-        if score is not None:
-            self.note_score(step, score)
-
     def note_evaluation(self, step: int, score: float) -> None:
-        self.evaluated_step = step
-        self.note_score(step, score)
-
-    def note_score(self, step: int, score: float) -> None:
         """Record the score after `step`; an equal score does not replace the best."""
+        self.evaluated_step = step
         if self.best is None or score > self.best:
             self.best, self.best_step = score, step
 

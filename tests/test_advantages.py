@@ -22,8 +22,7 @@ from advantages import (
     reinforce_plus_plus,
     rloo,
     token_rewards_of,
-    whiten,
-    whiten_per_env,
+    whitened,
 )
 from config import Config
 
@@ -220,8 +219,8 @@ def test_turn_level_estimators_equal_loops_over_turns(batch, gamma, lam, data):
     actual, returns = gae_by_turn(rewards, values, mask, gamma, lam, whiten=False)
     assert_close(actual, by_turn)
     assert_close(returns, targets)
-    whitened, _ = gae_by_turn(rewards, values, mask, gamma, lam)
-    assert_close(whitened, whiten(by_turn, mask), tolerance=1e-3)
+    actual, _ = gae_by_turn(rewards, values, mask, gamma, lam)
+    assert_close(actual, whitened(by_turn, mask.bool()), tolerance=1e-3)
     plain, _ = grpo(rewards, mask, groups)
     assert_close(gigpo(rewards, mask, groups, anchors, gamma)[0], plain + same_state, 2e-4)
     assert torch.equal(gigpo(rewards, mask, groups, anchors, gamma, weight=0.0)[0], plain)
@@ -304,7 +303,6 @@ def test_inputs_are_not_changed_and_no_gradient_flows():
     before = [x.detach().clone() for x in batch]
     for pair in estimates(*batch).values():
         assert not any(x.requires_grad for x in pair)
-    assert not whiten(values, LOSS_MASK).requires_grad
     assert all(torch.equal(x, y) for x, y in zip(before, batch, strict=True))
 
 
@@ -313,21 +311,14 @@ def test_inputs_are_not_changed_and_no_gradient_flows():
 
 @pytest.mark.parametrize("loss_mask", [[1, 1, 1], [0, 1, 0], [0, 0, 0]])
 def test_whitening_gives_zeros_if_there_is_no_variance(loss_mask):
-    actual = whiten(torch.full((1, 3), 0.1), torch.tensor([loss_mask]))
+    actual = whitened(torch.full((1, 3), 0.1), torch.tensor([loss_mask]).bool())
     assert actual.tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_whitening_does_not_turn_noise_into_a_signal():
     """With 1e-8 under the root, differences of 1e-7 stay small instead of becoming ±1."""
-    actual = whiten(torch.tensor([[0.0, 1e-7]]), torch.ones(1, 2))
+    actual = whitened(torch.tensor([[0.0, 1e-7]]), torch.ones(1, 2).bool())
     assert actual.abs().max() < 1e-2
-
-
-def test_each_environment_is_whitened_separately():
-    x = torch.tensor([[1.0, 3.0], [10.0, 50.0], [5.0, math.nan]])
-    whitened = whiten_per_env(x, torch.tensor([[1, 1], [1, 1], [1, 0]]), "aba")
-    half = 0.5**0.5
-    assert_close(whitened, torch.tensor([[-1.0, 0.0], [-half, half], [1.0, 0.0]]))
 
 
 # ---------------------------------------------------------------------------- token_rewards_of

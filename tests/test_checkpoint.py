@@ -16,7 +16,7 @@ from run import checkpoint
 from run.checkpoint import CheckpointError
 from scale.default_models import resolve_model
 
-STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "kl_controller": {}}
+STATE = {"algorithm": "grpo", "model": "tiny", "best": 0.25, "task_outcomes": {}}
 EXPECTED = {"algorithm": "grpo", "model": "tiny"}
 
 

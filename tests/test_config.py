@@ -232,7 +232,6 @@ MISUSE = {
     "--action-format json": "--action-format",
     "--reset-adapter-every 2": "needs LoRA adapters: set --lora-rank",
     "--max-tokens-per-turn 2000": "--max-tokens-per-turn 2000",
-    "--kl-target 0.1": "--kl-target",
     "--kl-loss-coef 0.1 --kl-estimator k1": "--kl-estimator k1",
     "--rounds 3 6": "--rounds 3 6",
     STEPWISE: "never changes",

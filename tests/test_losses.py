@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from batching import row_weights
 from config import Objective
 from losses import (
-    KLController,
     entropy_from_logits,
     imitation_loss,
     kl_estimate,
@@ -448,15 +447,6 @@ def test_weighted_imitation_by_hand():
     assert loss.item() == pytest.approx(8 / 3)
     assert log_probs.grad.flatten().tolist() == pytest.approx([-2 / 3, -2 / 3, -0.5 / 3, 0])
     assert imitation_loss(log_probs.detach(), mask, 3).item() == pytest.approx(7 / 3)
-
-
-# ---------------------------------------------------------------------------- controllers
-def test_the_adaptive_controller_by_hand():
-    """β 0.1, target 6, horizon 10000, 256 trajectories. The error is clipped to ±0.2."""
-    for observed, error in ((600.0, 0.2), (0.0, -0.2), (6.6, 0.1), (6.0, 0.0), (math.nan, 0.2)):
-        controller = KLController(0.1, target=6.0, horizon=10_000)
-        controller.update(observed, 256)
-        assert controller.value == pytest.approx(0.1 * (1 + error * 256 / 10_000))
 
 
 # ---------------------------------------------------------------------------- bad inputs

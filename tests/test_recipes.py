@@ -96,6 +96,7 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_pooled():
 def test_every_option_of_a_committed_run_exists():
     """Otherwise a new run, which lacks the option, could not be pooled with it."""
     known = {field.name for config in common.CLASSES for field in fields(config)}
+    known |= common.RETIRED.keys()
     for path in common.COMMITTED.rglob("*-[0-9].json"):
         assert common.read_json(path).get("config", {}).keys() <= known, path
 

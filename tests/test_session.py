@@ -37,9 +37,8 @@ def open_session(tmp_path):
     run = Run(tmp_path, is_new=True)
     (tmp_path / "alarms.jsonl").touch()
 
-    def make(kl_controller=None, **changes):
-        stateful = {"kl_controller": kl_controller} if kl_controller else {}
-        worker = SimpleNamespace(start="tiny", stateful=stateful, eval_tasks=[])
+    def make(**changes):
+        worker = SimpleNamespace(start="tiny", stateful={}, eval_tasks=[])
         return session.Session(Config(**changes), run, worker, stop=None)
 
     yield make
@@ -58,16 +57,6 @@ def test_only_a_strictly_better_score_becomes_the_best(open_session):
         run_session.note_evaluation(step, score)
         best_steps.append(run_session.best_step)
     assert best_steps == [0, 0, 10, 10, 10] and run_session.evaluated_step == 20
-
-
-def test_an_evaluation_after_its_checkpoint_is_read_from_the_log(open_session, tmp_path):
-    rows = [{"step": 40, "eval/avg": 0.55}, {"step": 50, "eval/avg": 0.7}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_session = open_session()
-    run_session.note_evaluation(40, 0.55)
-    run_session.completed_step = 50
-    run_session.note_late_evaluation()
-    assert (run_session.best, run_session.best_step, run_session.evaluated_step) == (0.7, 50, 40)
 
 
 def test_the_link_to_the_best_checkpoint_goes_with_it(open_session, tmp_path):
@@ -134,14 +123,13 @@ def url():
 
 def start(tmp_path, url, **changes):
     """Start a run of three steps; returns its exit code. The entropy bonus changes its weights even
-    if all returns are equal. Each step takes two optimizer steps and changes the KL controller."""
+    if all returns are equal. Each step takes two optimizer steps."""
     settings = options(
         tmp_path,
         url,
         algorithm="reinforce_plus_plus",
         entropy_coef=0.01,
         kl_coef=0.1,
-        kl_target=0.001,
         mini_batch_size=2,
         deterministic=True,
         learning_rate=1e-3,

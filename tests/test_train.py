@@ -71,7 +71,6 @@ def run_dir(tmp_path_factory):
             url,
             algorithm="ppo",
             kl_coef=0.1,
-            kl_target=0.01,
             kl_loss_coef=0.1,
             ppo_epochs=2,
             steps=3,
@@ -102,7 +101,7 @@ def test_a_run_directory_contains_all_files_of_the_contract(run_dir):
     assert hidden <= {".lock", ".metadata"}  # the latter is torch's index of a checkpoint
     config = json.loads((run_dir / "config.json").read_text())
     assert {"config", "versions", "git_commit", "hardware", "command"} <= set(config)
-    assert (config["config"]["kl_target"], config["config"]["rounds"]) == (0.01, [2])
+    assert (config["config"]["kl_coef"], config["config"]["rounds"]) == (0.1, [2])
     summary = json.loads((run_dir / "eval/step_000003.json").read_text())
     assert set(summary["overall"]["avg"]) == {"value", "low", "high", "items"}
     cool = json.loads((run_dir / "eval/temperature_0.3/step_000003.json").read_text())
@@ -309,7 +308,7 @@ def test_the_signal_share_is_relative_to_the_trajectories_that_were_compared():
     assert metrics == {"data/policy_tokens": 30, "data/signal_share": 2 / 4}
     _, _, metrics = select(trajectories, Config(loss_agg="constant"))
     assert metrics["data/signal_share"] == 2 / 4
-    keeping = ("kl_coef", 0.1), ("normalize_per_env", True), ("overlong_penalty", 9)
+    keeping = ("kl_coef", 0.1), ("overlong_penalty", 9)
     for changes in ({"skip_zero_variance": False}, *({name: value} for name, value in keeping)):
         usable, _, metrics = select(trajectories, Config(**changes))
         assert usable == mixed_group + equal_group and metrics["data/signal_share"] == 1.0

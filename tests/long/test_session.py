@@ -36,8 +36,8 @@ class Lucky(Letters):
 
 KILLABLE = {
     "algorithm": "ppo",  # it has the most state: two networks and optimizers, a reference,
-    "kl_coef": 0.1,  # and a KL controller
-    "kl_target": 0.001,
+    "kl_coef": 0.1,
+    "task_sampling": "uncertain",  # and the tasks' outcomes
     "steps": 3,
     "mini_batch_size": 2,
     "deterministic": True,
@@ -149,12 +149,12 @@ def assert_equal(files, expected):
 
 
 def test_the_runs_have_state_that_a_kill_could_lose(uninterrupted):
-    """Step 2 is the best, step 0 is better than step 1, and the KL controller adapts."""
+    """Step 2 is the best, step 0 is better than step 1, and outcomes are counted."""
     evaluations = uninterrupted["evaluations"].values()
     scores = [json.loads(e)["overall"]["avg"]["value"] for e in evaluations]
     assert scores[:3] == [0.5, 0.0, 1.0] and uninterrupted["best"] == "step_000002"
     states = [uninterrupted[step]["state"] for step in (2, 3)]
-    assert states[0]["kl_controller"] != states[1]["kl_controller"]
+    assert states[0]["task_outcomes"] != states[1]["task_outcomes"]
 
 
 # --- Kills ---------------------------------------------------------------------------------------
