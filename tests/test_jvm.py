@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from test_processes import is_alive, wait_until
@@ -45,6 +46,8 @@ def test_seats_are_distributed_and_a_killed_process_is_replaced_without_harm_to_
     for _ in range(2):
         with pytest.raises(JvmLost, match="the Java process of this session died with -9"):
             first.call(look)
+    with pytest.raises(Exception, match="ClassNotFound"):  # an error in Java ends nothing
+        second.call(lambda sim: sim.getClass().forName("absent"))
     assert first.is_lost and not second.is_lost
     assert second.call(lambda sim: sim.step("inventory")).startswith("In your inventory")
     first.release()
@@ -69,12 +72,17 @@ def test_a_process_that_hangs_is_killed_after_the_time_limit_and_replaced(pool):
     seat.release()
     seat = pool.seat()
     assert seat.call(look)
+    with pytest.raises(KeyboardInterrupt):  # by Ctrl-C, while Java still works
+        seat.call(Mock(side_effect=KeyboardInterrupt))
+    assert seat.is_lost
     seat.release()
 
 
 def test_a_java_that_does_not_start_and_a_bad_setting_are_clear_errors(monkeypatch):
     with pytest.raises(JavaMissing, match="did not start: .*initialization of VM"):
         JvmPool(1, heap="99999999g").seat()
+    monkeypatch.setenv("SCIWORLD_CALL_TIMEOUT_S", "1.5")
+    assert JvmPool.from_environment().time_limit_s == 1.5
     monkeypatch.setenv("SCIWORLD_HEAP", "lots")
     with pytest.raises(ValueError, match="SCIWORLD_HEAP is 'lots'; expected a size such as 512m"):
         JvmPool.from_environment()

@@ -15,7 +15,7 @@ from envs import EpisodeEndedError, load_tasks
 from envs.sciworld import jvm
 from envs.sciworld.env import NO_RESTART, NOT_UNDERSTOOD, SciWorld
 from envs.sciworld.oracle import EXHAUSTED, LOOK, name_in_text, rewrite
-from envs.sciworld.tasks import KINDS, NUM_VARIATIONS, STARTS, easy, find_task, is_easy
+from envs.sciworld.tasks import KINDS, NUM_VARIATIONS, STARTS, easy, find_task, is_easy, max_actions
 
 ROOT = Path(__file__).parent.parent
 LIVING = STARTS[11]  # find-living-thing, variation 0
@@ -50,7 +50,8 @@ def env(java):
 def solve(env: SciWorld, task_index: int) -> list[str]:
     """Play the oracle to the end, check every reward, and return the actions."""
     env.reset(task_index)
-    actions, total, is_over = [], 0.0, False
+    total = env.step("inventory")[1]  # the plan goes on after other actions
+    actions, is_over = [], False
     while not is_over:
         text, action = env.oracle()
         assert text != EXHAUSTED, (find_task(task_index), actions)
@@ -172,12 +173,13 @@ def test_the_same_task_seed_and_actions_give_the_same_texts_beside_other_session
         for turn in range(8):
             for neighbor in neighbors:
                 neighbor.step("wait1")
-            action = ("look around", "open door to hallway", "go to hallway", "wait")[turn % 4]
+            action = ("teleport to outside", "wait", "look around", "wait1")[turn % 4]
             observations.append(session.step(action)[0])
         return observations, session.oracle()
 
     neighbors = [SciWorld(), SciWorld()]
-    for index in (LIVING + 3, 1400):  # animals, a circuit
+    assert texts(env, easy(LIVING), seed=2) != texts(env, easy(LIVING), seed=1), "bees move"
+    for index in (easy(LIVING), 1400):  # animals, a circuit
         expected = texts(env, index, seed=1)
         for neighbor in neighbors:
             neighbor.reset(index + 1)
@@ -225,9 +227,13 @@ def test_a_text_that_is_not_an_action_or_is_ambiguous_gets_an_answer(env):
 
 
 def test_an_episode_is_truncated_after_its_limit_of_actions(env):
-    env.reset(LIVING)
-    ends = [env.step("look around")[2:4] for _ in range(100)]
-    assert ends == [(False, False)] * 99 + [(False, True)]
+    assert max_actions(0) == 200, "water boils slowly"
+    for last, end in (("reset task", (False, True)), ("focus on agent", (True, False))):
+        env.reset(LIVING)
+        ends = [env.step(action)[2:4] for action in (*["fly"] * 99, last)]
+        assert ends == [(False, False)] * 99 + [end]
+        with pytest.raises(EpisodeEndedError):
+            env.step("look around")
 
 
 def test_an_easy_task_is_the_same_variation_with_open_doors(env):
@@ -254,7 +260,15 @@ def test_sixteen_threads_on_one_process_all_reach_the_full_score(java):
     with ThreadPoolExecutor(16) as threads:
         assert list(threads.map(score, range(16))) == [100] * 16
         list(threads.map(SciWorld.close, sessions))
-    assert len(java.jvms()) == 1
+    assert [len(process.seats) for process in java.jvms()] == [0]
+
+
+def test_a_session_goes_on_with_another_process_after_a_reset(env):
+    first = env.reset(LIVING)
+    env._seat.jvm.process.kill()
+    with pytest.raises(jvm.JvmLost):
+        env.step("look around")
+    assert env.reset(LIVING) == first
 
 
 # ---- over HTTP

@@ -1,5 +1,6 @@
 """WebArena as an environment: on the wire, with the oracle, and when something fails."""
 
+import json
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ from test_webarena_tasks import solve
 from webarena_site import require_browser, serving
 
 from envclient import connect, local_server
-from envs import OracleLost, TaskIndexError
+from envs import EpisodeEndedError, OracleLost, TaskIndexError
 from envs.server import create_app
 from envs.webarena import WebArena, tasks
 from envs.webarena.browser import BrowserLost
@@ -48,11 +49,11 @@ def test_a_wrong_answer_or_too_many_turns_end_the_episode_without_a_reward(env, 
     assert observation.endswith("PREVIOUS ACTION: stop [I do not know]")
     assert env.available_actions() == []
     monkeypatch.setattr("envs.webarena.env.MAX_TURNS", 2)
-    env.reset(FIRST)
-    assert [env.step("scroll [down]")[1:4] for _ in range(2)] == [
-        (0, False, False),
-        (0, False, True),
-    ]
+    for last, end in (("scroll [down]", (0, False, True)), ("stop []", (0, True, False))):
+        env.reset(FIRST)
+        assert [env.step(action)[1:4] for action in ("fly", last)] == [(0, False, False), end]
+        with pytest.raises(EpisodeEndedError):
+            env.step("stop []")
 
 
 def test_malformed_actions_and_absent_elements_are_told_and_the_episode_goes_on(env):
@@ -61,10 +62,11 @@ def test_malformed_actions_and_absent_elements_are_told_and_the_episode_goes_on(
         observation, reward, terminated, *_, info = env.step(text)
         assert (reward, terminated) == (0, False)
         assert info["error"] and info["error"] in observation.rpartition("PREVIOUS ACTION: ")[2]
-    observation, *_ = env.step("click [99]")
+    observation, *_, info = env.step("click [99]")
     assert observation.endswith("click [99]. There is no such element on this screen.")
+    assert info["failed"]
     assert observation.rpartition("\n")[0] == first.rpartition("\n")[0], "the page is the same"
-    observation, *_ = env.step("I click. ```click [2]```")
+    observation, *_ = env.step("<think>```stop```?</think>I click. ```click [2]```")
     assert "PREVIOUS ACTION: click [2] where [2] is link '" in observation
 
 
@@ -72,11 +74,17 @@ def test_two_sessions_read_the_same_texts_and_do_not_see_each_others_changes(env
     indices = range(FIRST, tasks.num_tasks())
     index = next(i for i in indices if "database" in tasks.task(i)["eval"]["eval_types"])
     with closing(WebArena()) as other:
-        assert env.reset(index) == other.reset(index)
+        first = env.reset(index)
+        assert other.reset(index) == first
         solve(env, index)
         assert other.step("stop []")[1] == 0, "nothing has changed for the other session"
-        assert env.reset(index) == other.reset(index)
-        assert env.step("stop []")[1] == 0, "a reset undoes all changes"
+        assert env.reset(index) == first
+        rewards = [env.step(action)[1] for action in ("scroll [down]", "stop []")]
+        assert rewards == [0, 0], "a reset undoes all changes"
+    assert len(env._browser.chromium.contexts) == 1
+    env.close()
+    with pytest.raises(KeyError):  # its rows are gone
+        env.query("SELECT 1")
 
 
 def test_people_see_a_screenshot_and_the_element_that_was_acted_on(env):
@@ -130,14 +138,17 @@ def test_official_tasks_are_refused_until_what_they_need_is_there(env, monkeypat
         env.reset(0)
 
 
-def test_official_sites_are_shown_under_their_public_names(env, monkeypatch):
+def test_official_sites_are_shown_under_their_public_names(env, monkeypatch, tmp_path):
     def answer(host, path):
         own = f"http://{host}"
         return f"<title>{own}</title><p>Clone {own}/x.git</p><a href={own}/next>next</a>"
 
     evaluation = {"eval_types": ["url_match"], "reference_url": f"{ADMIN}/orders?page=2"}
     start = f"{PUBLIC['GITLAB']}/a |AND| {PUBLIC['REDDIT']}"
-    task = {"intent": "?", "start_url": start, "eval": evaluation}
+    task = {"intent": "?", "start_url": start, "storage_state": "a/b.json", "eval": evaluation}
+    cookie = {"name": "user", "value": "ann", "domain": "gitlab.localhost", "path": "/"}
+    (tmp_path / "b.json").write_text(json.dumps({"cookies": [cookie]}))
+    monkeypatch.setenv("WEBARENA_AUTH", str(tmp_path))
     monkeypatch.setattr(tasks, "task", lambda index: task)
     WebArena.close_shared()  # the browser knows only the hosts that were configured at its start
     with serving(answer) as port:
@@ -148,7 +159,11 @@ def test_official_sites_are_shown_under_their_public_names(env, monkeypatch):
         observation = env.reset(0)
         assert "Tab 0 (current): http://gitlab.com | Tab 1: http://reddit.com\n\n" in observation
         assert "StaticText 'Clone http://gitlab.com/x.git'" in observation
-        assert "URL: http://gitlab.com/next\n" in env.step("click [1]")[0]
+        locator, script = "document.title + document.cookie", "document.cookie = 'x=1'"
+        assert env.read("last", locator, [script]) == "http://gitlab.comuser=ann; x=1"
+        assert env.read("http://reddit.com/x", "document.title", ()) == "http://reddit.com"
+        observation, *_ = env.step("click [1]")
+        assert "URL: http://gitlab.com/next\n" in observation and "Tab 2" not in observation
         assert "URL: http://luma.com/x\n" in env.step("goto [http://luma.com/x]")[0]
         observation, *_ = env.step(f"goto [{ADMIN}/orders?page=2]")
         assert "localhost" not in observation

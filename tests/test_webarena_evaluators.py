@@ -63,8 +63,8 @@ def remote(monkeypatch):
             assert base == "http://far"
 
         def ask(self, method, path, content, headers):
-            remote.asked.append((content or b"").decode())
-            return Answer(200, {}, json.dumps(remote.answers[path]).encode())
+            remote.asked.append(f"{path} {headers} {(content or b'').decode()}")
+            return Answer(200, {}, json.dumps(remote.answers[path.partition("?")[0]]).encode())
 
         def close(self):
             pass
@@ -72,6 +72,8 @@ def remote(monkeypatch):
     monkeypatch.setattr(evaluators, "HttpClient", Client)
     for name in ("WEBARENA_JUDGE_URL", "SHOPPING"):
         monkeypatch.setenv(name, "http://far")
+    monkeypatch.setenv("WEBARENA_JUDGE_KEY_ENV", "KEY")
+    monkeypatch.setenv("KEY", "secret")
     return remote
 
 
@@ -84,7 +86,8 @@ def test_a_chat_server_judges_answers_that_may_be_worded_differently(remote, rep
     task = {"intent": "How long is the walk?", "eval": evaluation}
     remote.answers["/chat/completions"] = {"choices": [{"message": {"content": reply}}]}
     assert evaluate(task, "a third of an hour", Final()) == score
-    assert all(text in remote.asked[0] for text in ("How long", "20 minutes", "a third of an hour"))
+    for text in ("Bearer secret", "How long", "20 minutes", "a third of an hour"):
+        assert text in remote.asked[0]
     remote.answers["/chat/completions"] = {"choices": [{"message": {"content": "Well."}}]}
     with pytest.raises(EvaluationFailed, match="the judge answered 'well.'"):
         evaluate(task, "an hour", Final())
@@ -99,16 +102,21 @@ def test_the_functions_that_the_official_tasks_call(remote):
         "/rest/default/V1/integration/admin/token": "secret",
         "/rest/V1/products/B1/reviews": reviews,
         "/rest/V1/products/B2/reviews": [],
+        "/rest/V1/orders": {"items": [{"increment_id": "000000042"}]},
     }
+    order = "http://onestopmarket.com/sales/order/view/order_id/42/"
 
-    def holds(locator, text):
-        target = {"url": "last", "locator": locator, "required_contents": {"exact_match": text}}
-        task = {"intent": "", "eval": {"eval_types": ["program_html"], "program_html": [target]}}
-        return evaluate(task, "", Final(pages={"": {}}))
+    def holds(locator, text, url="last"):
+        target = {"url": url, "locator": locator, "required_contents": {"exact_match": text}}
+        both = [{"url": "last", "locator": "", "required_contents": {"exact_match": ""}}, target]
+        task = {"intent": "", "eval": {"eval_types": ["program_html"], "program_html": both}}
+        return evaluate(task, "", Final(pages={"": {}, order: {"total": "$5"}}))
 
     assert holds("func:shopping_get_sku_latest_review_author('B1')", "Bo")
     assert holds("func:shopping_get_sku_latest_review_rating('B1')", "80")
     assert holds("func:shopping_get_sku_latest_review_author('B2')", "")
+    assert holds("total", "$5", "func:shopping_get_latest_order_url()")
+    assert "[direction]=DESC" in remote.asked[-1] and "Bearer secret" in remote.asked[-1]
     assert holds("func:gitlab_get_project_memeber_role(__page__, 'ann')", "")
     with pytest.raises(EvaluationFailed, match="unknown function"):
         holds("func:open('/etc/passwd')", "")

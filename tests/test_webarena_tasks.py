@@ -1,5 +1,6 @@
 """WebArena's tasks: each has one right answer, a plan that reaches it, and a place in the lists."""
 
+import hashlib
 import json
 import random
 import re
@@ -90,6 +91,8 @@ def test_an_intent_has_one_right_answer_among_all_rows_of_its_template():
 def test_tasks_are_complete_and_in_webarenas_format():
     all_tasks = [tasks.task(index) for index in OURS]
     assert len(all_tasks) >= 1000 and len(by_template()) >= 50
+    digest = hashlib.sha256(json.dumps(all_tasks).encode()).hexdigest()
+    assert digest[:12] == "9ce387b46cc9", "the id lists are for these tasks, on every machine"
     assert len({task["intent"] for task in all_tasks}) == len(all_tasks)
     for index, task in zip(OURS, all_tasks):
         assert task["task_id"] == index and set(task["sites"]) <= set(SITES)

@@ -330,8 +330,10 @@ class Session:
 
     async def _new_tab(self, url: str = "") -> None:
         self._is_opening = True
-        page = await self._context.new_page()
-        self._is_opening = False
+        try:
+            page = await self._context.new_page()
+        finally:
+            self._is_opening = False
         self.tab = next(tab for tab in self._tabs if tab.page is page)
         await self.tab.devtools
         if url:
