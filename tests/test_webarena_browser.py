@@ -30,8 +30,8 @@ PAGES = {
     "/text": "<title>Big</title><p>" + "word " * 1_000_000,
     "/nodes": "<title>Many</title>" + "<i>a</i>" * 100_000,
     "/never_ready": "<p>text</p><script src=/never></script>",
-    "/fetch": """<button onclick='fetch("/count").then(r => r.text()).then(
-        () => setTimeout(() => o.textContent = "late", 50))'>b</button>
+    "/fetch": """<button onclick='fetch("/count?n=2").then(r => r.text()).then(
+        () => setTimeout(() => o.textContent = "late", 100))'>b</button>
         <p id=o></p><script></script>""",
     "/timer": "<p id=o></p><script>setInterval(() => o.textContent += '.', 20)</script>",
     "/stay": """<a href=/count>out</a><input>

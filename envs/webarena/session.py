@@ -73,6 +73,7 @@ class Tab:
     def __init__(self, page: Any) -> None:
         self.page = page
         self.requests: set[str] = set()  # ids of the open ones of the current action
+        self.num_answers = 0  # requests that have ended
         self.num_popups = 0  # dialogs, and windows that the page tried to open, in this action
         self.awaited_windows = 0  # those that Chromium allows and that are not tabs yet
         self.num_windows = 0  # those that came, in this action
@@ -92,7 +93,7 @@ class Tab:
         session.on("Page.windowOpen", self._count_window)
         session.on("Network.requestWillBeSent", lambda e: self.requests.add(e["requestId"]))
         for name in ("Finished", "Failed"):
-            session.on(f"Network.loading{name}", lambda e: self.requests.discard(e["requestId"]))
+            session.on(f"Network.loading{name}", self._note_answer)
         await session.send("Page.enable")
         await session.send("Network.enable")
         return session
@@ -100,6 +101,10 @@ class Tab:
     def _note_loading(self, event: dict) -> None:
         if event.get("disposition", "currentTab") == "currentTab":
             self._loading.add(event["frameId"])
+
+    def _note_answer(self, event: dict) -> None:
+        self.requests.discard(event["requestId"])
+        self.num_answers += 1
 
     @property
     def is_gone(self) -> bool:
@@ -141,6 +146,7 @@ class Tab:
             if self._loading:
                 continue
             quiet_end = quiet_end or time.monotonic() + MAX_QUIET_S
+            num_answers = self.num_answers
             try:
                 has_loaded = await asyncio.wait_for(self.evaluate(script), ACT_S)
             except TimeoutError:
@@ -148,8 +154,9 @@ class Tab:
                 return True
             except Exception:  # the document was replaced
                 continue
-            is_quiet = not self.requests or time.monotonic() > quiet_end
-            if has_loaded and is_quiet and not self._loading:
+            # A script changes the page a bit later than the answer to its request.
+            is_quiet = not self.requests and self.num_answers == num_answers
+            if has_loaded and (is_quiet or time.monotonic() > quiet_end) and not self._loading:
                 return True
         if not self.is_gone:
             await self.stop_loading()
