@@ -5,6 +5,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections import Counter
 from html import unescape
 from itertools import product
@@ -107,6 +108,24 @@ def test_a_session_copies_the_rows_at_its_first_write_only():
         master.execute("DELETE FROM products")
     session.close()
     master.close()
+
+
+def test_sessions_that_change_the_same_row_at_once_do_not_see_each_other(sites):
+    readers = [Reader(sites) for _ in range(8)]
+
+    def change(number, reader):
+        for stock in range(5):
+            form = {"button": "Set stock", "new_stock": str(100 * number + stock)}
+            reader.get("shopping_admin:/admin/products/7", **form)
+
+    threads = [threading.Thread(target=change, args=pair) for pair in enumerate(readers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, reader in enumerate(readers):
+        assert str(100 * number + 4) in reader.cells("shopping_admin:/admin/products/7")
+        sites.close(reader.token)
 
 
 def test_an_order_takes_what_is_in_the_cart(reader):
