@@ -46,7 +46,7 @@ KILLABLE = {
     "eval_every": 1,
     "eval_samples": 1,
     "keep_last": 1,
-    "seed": 7,  # see the first test
+    "seed": 61,  # see the first test
 }
 
 
