@@ -1,24 +1,18 @@
-"""Helpers shared by the benchmarks: options, timing, medians, result files."""
+"""Helpers shared by the benchmarks: options, medians, result files."""
 
 import argparse
 import datetime
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch
-
-from batching import Batch
-from config import Objective
 from run.files import write_json
 from run.rundir import provenance
-from update import Learner, update_policy
 
 
 def make_parser(docstring: str | None, repeats: int) -> argparse.ArgumentParser:
@@ -43,20 +37,3 @@ def write_result(options: argparse.Namespace, name: str, content: dict[str, Any]
 def median(values: Iterable[float], digits: int) -> float:
     """The rounded median over repeats. Take ratios within a repeat, because speed drifts."""
     return round(statistics.median(values), digits)
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Wall-clock seconds that `work` takes, including the GPU kernels that it starts."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def take_step(learner: Learner, batch: Batch, objective: Objective) -> None:
-    """Run `update.update_policy`. A skipped optimizer step is an error here."""
-    if update_policy(learner, batch, objective)["policy/skipped_steps"]:
-        raise SystemExit("the update was skipped: its loss or gradient is not finite")

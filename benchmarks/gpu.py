@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from batching import Batch
-from benchmarks.common import make_parser, median, seconds_of, take_step, write_result
+from benchmarks.common import make_parser, median, write_result
 from config import Objective
 from models import PolicyModel
 from recipes.common import markdown, read_lines
@@ -54,7 +54,7 @@ from scale.memory import (
     state_bytes,
     transient_bytes,
 )
-from update import Learner
+from update import Learner, update_policy
 
 SHAPES = QWEN | {"tiny": Shape("tiny", 1024, 256, 704, 4, 4, 2)}
 CONTEXT = 10752  # tokens, as published
@@ -133,6 +133,23 @@ def one_at_a_time(tokens: int) -> Objective:
         entropy_coef=1e-3,
         kl_loss_coef=1e-3,
     )
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Wall-clock seconds that `work` takes, including the GPU kernels that it starts."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def take_step(learner: Learner, batch: Batch, objective: Objective) -> None:
+    """Run `update.update_policy`. A skipped optimizer step is an error here."""
+    if update_policy(learner, batch, objective)["policy/skipped_steps"]:
+        raise SystemExit("the update was skipped: its loss or gradient is not finite")
 
 
 def measure(setup: str, shape: Shape, context: int, repeats: int) -> dict[str, Any]:

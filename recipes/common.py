@@ -95,7 +95,7 @@ def run_program(program: str, arguments: Sequence[str], run_dir: Path) -> None:
     """Start train.py or another method's program, or resume it from its last checkpoint.
 
     Raises:
-        SystemExit: the run failed, or `run_dir` holds a run with other options.
+        SystemExit: the run failed, also if `run_dir` holds an unfinished run with other options.
     """
     words = [*arguments, "--run-dir", str(run_dir)]
     if (run_dir / "config.json").exists():
