@@ -79,7 +79,7 @@ class Arm:
     options: tuple[str, ...] = ()  # in addition to those of miniature.json
     seeds: tuple[int, ...] = SEEDS
     steps: int = 60
-    program: str = "train.py"  # "": only its committed results exist; the program is gone
+    program: str = "train.py"
     num_demonstrations: int = 0  # episodes of the teacher, passed by --data
     teacher: str = "careless"  # see write_demonstrations
 
@@ -123,16 +123,6 @@ ARMS: dict[str, Arm] = {
     "late": Arm(widening_options(every=48), steps=110),
     "shuffled": Arm((*SHORT, "--shuffle-rewards", "--on-collapse", "warn"), steps=SHORT_STEPS),
     "still": Arm((*SHORT, "--learning-rate", "1e-12"), steps=60),
-    "rl": Arm((*SHORT, *WEAK), steps=360),
-    # Takes as many seconds as rl, whose update leaves out trajectories without signal.
-    "imitation": Arm(
-        (*METHOD, *WEAK, "--learning-rate", "1e-4", "--eval-every", "48"),
-        steps=144,
-        program="sft.py",
-        num_demonstrations=144 * 64,
-        teacher="weak",
-    ),
-    "filtered": Arm(program=""),  # imitated its own successes after each step
     "teacher": Arm(seeds=(0,), program="teacher"),
     "sft": Arm(
         (*METHOD, "--learning-rate", "1e-4", "--eval-every", "18"),
@@ -228,9 +218,16 @@ class Choice:
     falls: bool = False  # the lowest rate at which a pilot solves less than half of its start
 
 
-def imitation(rate: float) -> Arm:
-    options = (*ARMS["imitation"].options, "--learning-rate", f"{rate:g}", *TWICE)
-    return replace(ARMS["imitation"], options=(*options, "--eval-every", "144"))
+def imitate(rate: float) -> Arm:
+    """More of the teacher's demonstrations, for about as many seconds as `practise`."""
+    rate_words = ("--learning-rate", f"{rate:g}", "--eval-every", "144")
+    return Arm(
+        (*METHOD, *WEAK, *rate_words, *TWICE),
+        steps=144,
+        program="sft.py",
+        num_demonstrations=144 * 64,
+        teacher="weak",
+    )
 
 
 # Training goals of which a third are far, with horizons of up to 24 turns, and the paper's KL loss.
@@ -257,7 +254,7 @@ def long_arm(cap: str, rate: float) -> Arm:
 
 
 CHOICES = {
-    "imitate": Choice(imitation, (1e-4, 3e-4, 1e-3), FEW, SEEDS, "development", temperature=0.3)
+    "imitate": Choice(imitate, (1e-4, 3e-4, 1e-3), FEW, SEEDS, "development", temperature=0.3)
 }
 CHOICES |= {
     cap: Choice(partial(long_arm, cap), (3e-5, 1e-4), MANY, FIVE_SEEDS, "long_development")
@@ -427,7 +424,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     # does a longer horizon help? or does the learning rate decide, or the number of updates?
     "rates": (*(at_rate(name, rate) for rate in RATES for name in HORIZONS), *OFTEN),
     # RL against imitation of a weak teacher and of one's own successes; imitation at its best rate
-    "imitation": ("practise", *pilots_of("imitate"), "imitate", "filter"),
+    "imitation": ("teacher", *pilots_of("imitate"), "imitate", "filter", "practise"),
     # is there a regime in which it helps to grow the horizon?
     "growth": (*(arm for cap in CAPS for arm in pilots_of(cap)), *CAPS),
     # does it keep a long horizon stable that would fall without it?
@@ -450,7 +447,6 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "widening": ("early", "stepwise", "late"),  # does it matter when?
     "controls": ("short", "shuffled", "still"),  # do the rewards cause the gain?
     "noise": ("short",),  # five seeds: which differences can three seeds show?
-    "teacher": ("teacher", "rl", "imitation", "filtered"),  # can RL surpass a weak teacher?
     "estimators": (*PILOTS, *ESTIMATORS),  # which advantage? each at the best of three rates
     "methods": (*METHODS, *ESTIMATORS, "stepwise"),  # the other methods, at equal turns
 }
@@ -704,7 +700,7 @@ def run_if_missing(name: str, seed: int, folder: Path, extra: Sequence[str]) -> 
     """Start or resume the run, and return "run"; return "nothing" if there is nothing to run, or
     "elsewhere" if another process is at it."""
     arm = arm_of(name, read_results(FOLDER, RUNS / "results"))
-    if arm is None or not arm.program:
+    if arm is None:
         return "nothing"
     RUNS.mkdir(parents=True, exist_ok=True)
     with open(RUNS / f"{name}-{seed}.lock", "w") as lock:

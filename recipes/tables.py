@@ -285,7 +285,7 @@ def plot_worlds(path: Path) -> None:
 Runs = Mapping[str, Sequence[Result]]  # arm -> its results, by seed
 FEW_TURNS, ALL_TURNS = 4, 16  # the short training horizon; the horizon of every evaluation
 LIMITS = {ALL_TURNS: (FEW_TURNS, 8, ALL_TURNS), 24: (8, 12, 24)}  # by the evaluation's horizon
-LEARNERS = ("rl", "imitation", "filtered")
+LEARNERS = ("practise", "imitate", "filter")
 SAMPLES = 2  # of each goal in an evaluation
 COOL = "0.3"  # the second temperature of evaluations
 level_of = kind_in("babyai")
@@ -312,8 +312,8 @@ def all_results(runs: Runs) -> list[Result]:
 
 
 def config_of(runs: Runs) -> Mapping[str, Any]:
-    """The options of one of the runs; the teacher has none."""
-    return next(result["config"] for result in all_results(runs) if result["curve"])
+    """The options of one of the runs."""
+    return all_results(runs)[0]["config"]
 
 
 @cache
@@ -346,13 +346,12 @@ def spread_in(runs: Runs, reading: Reading, pair: Sequence[str] = ()) -> Spread:
     """The spread of the runs in a figure, without arms that collapsed, whose spread is another;
     but always with the arms of `pair`."""
     base = fmean(pooled(start_of(runs), start).values())
-    trained = {arm: results for arm, results in runs.items() if results[0]["curve"]}
     alive = [
         results
-        for arm, results in trained.items()
+        for arm, results in runs.items()
         if arm in pair or fmean(pooled(results, end).values()) > base / 2
     ]
-    return spread(alive or list(trained.values()), reading, SAMPLES)
+    return spread(alive or list(runs.values()), reading, SAMPLES)
 
 
 def limits_of(runs: Runs) -> tuple[int, ...]:
@@ -391,8 +390,7 @@ def comparison(
         rows, [(before, first), *((rs, reading) for rs in runs.values())], strict=True
     ):
         row += [cell(rs, f(n)) for n in limits]
-        trains = f is reading and rs[0]["curve"]
-        row += [over_seeds(rs, f(n), spreads[n]) if trains else "" for n in spreads]
+        row += [over_seeds(rs, f(n), spreads[n]) if f is reading else "" for n in spreads]
         row += [cell(rs, only(f(tier_limit), in_tier(tier))) for tier in tiers]
     titles = "arm | seeds | " + " | ".join(f"in {n} turns" for n in limits)
     titles += f" | over seeds, in {few} | over seeds, in {most}"
@@ -534,14 +532,29 @@ def primary(figure_name: str, runs: Runs, pair: tuple[str, str], reading: Readin
 
 
 def imitation() -> list[str]:
+    """RL, more demonstrations by a weak teacher, and imitation of the policy's own successes."""
     runs = runs_of("imitation")
-    arms = {arm: runs[arm] for arm in ("practise", "imitate", "filter") if arm in runs}
-    if len(arms) < 3:
-        return []
-    reading = only(reading_of(arms, "", COOL)(FEW_TURNS), in_tier("near"))
-    lines = [*primary("imitation", arms, ("practise", "imitate"), reading), ""]
-    pairs = [*from_start(list(arms)), ("practise", "imitate"), ("practise", "filter")]
-    return [*lines, *at_both_temperatures(arms, pairs)]
+    arms = {arm: runs[arm] for arm in LEARNERS}
+    near = only(reading_of(arms, "", COOL)(FEW_TURNS), in_tier("near"))
+    lines = [*primary("imitation", arms, ("practise", "imitate"), near), ""]
+    pairs = [*from_start(LEARNERS), ("practise", "imitate"), ("practise", "filter")]
+    lines += [*at_both_temperatures(arms, pairs), ""]
+    rows = []
+    for arm, results in arms.items():
+        minutes = (rate_of(results), cpu_minutes(results))
+        for temperature in ("", COOL):
+            cells = []
+            for tier in PLAYED:
+                reading = only(reading_of(arms, "", temperature)(FEW_TURNS), in_tier(tier))
+                teacher = only(partial(end, within=FEW_TURNS), in_tier(tier))
+                noise = spread_in(arms, reading)
+                cells.append(
+                    compare(results, runs["teacher"], reading, teacher, level_of, noise, True)
+                )
+            rows.append((arm, *minutes, temperature or 1, *cells))
+    titles = "arm | learning rate | CPU minutes | temperature"
+    titles += "".join(f" | minus the teacher, {tier}, in {FEW_TURNS} turns" for tier in PLAYED)
+    return [*lines, *markdown(titles, rows)]
 
 
 def growth(name: str, arms: Sequence[str]) -> list[str]:
@@ -585,28 +598,35 @@ def growth(name: str, arms: Sequence[str]) -> list[str]:
     return [*lines, *by_level(runs, "turns"), "", *markdown(titles, rows)]
 
 
-def plot_growth(path: Path) -> None:
-    """Success by tier at equal turns: an arm's mean, its runs as small dots, and the start."""
-    runs = {arm: runs_of("growth")[arm] for arm in miniature.CAPS}
+def plot_ends(name: str, arms: Sequence[str], unit: str, within: int, path: Path) -> None:
+    """Success by tier at equal budgets (`reading_of`): an arm's mean, its runs as small dots, and
+    the start; where the figure has a teacher, its success as a line."""
+    results_of = runs_of(name)
+    runs = {arm: results_of[arm] for arm in arms}
+    tiers = [t for t in TIERS if only(start, in_tier(t))(next(iter(runs.values()))[0])]
     with figure(path, 9, 4.2) as picture:
         axes = picture.subplots(ncols=2, sharey=True)
         for axis, temperature in zip(axes, ("", COOL), strict=True):
-            reading = reading_of(runs, "turns", temperature)(MANY)
-            first = partial(start, temperature=temperature)
-            for i, tier in enumerate(TIERS):
+            reading = reading_of(runs, unit, temperature)(within)
+            first = partial(start, within=within, temperature=temperature)
+            for i, tier in enumerate(tiers):
                 accept = in_tier(tier)
                 before = fmean(pooled(start_of(runs, temperature), only(first, accept)).values())
                 label = "start" if i == 0 else ""
                 axis.bar(i, 100 * before, width=0.8, color=GREY, alpha=0.25, label=label)
                 for j, ((arm, results), color) in enumerate(zip(runs.items(), PALETTE)):
-                    x = i + 0.18 * (j - 1.5)
+                    x = i + 0.18 * (j - (len(runs) - 1) / 2)
                     values = [100 * fmean(only(reading, accept)(r).values()) for r in results]
                     axis.plot([x] * len(values), values, ".", color=color, alpha=0.5)
                     label = arm if i == 0 else ""
                     axis.plot(x, fmean(values), "o", color=color, markersize=8, label=label)
-            axis.set_xticks(range(len(TIERS)), TIERS)
+                for teacher in results_of.get("teacher", ()):
+                    value = 100 * fmean(only(partial(end, within=within), accept)(teacher).values())
+                    label = "the teacher" if i == 0 else ""
+                    axis.hlines(value, i - 0.4, i + 0.4, GREY, "--", label=label)
+            axis.set_xticks(range(len(tiers)), tiers)
             axis.grid(visible=False, axis="x")
-            axis.set_title(f"held-out goals in {MANY} turns, temperature {temperature or 1}")
+            axis.set_title(f"held-out goals in {within} turns, temperature {temperature or 1}")
         axes[0].set(ylabel="solved, %", ylim=(0, 100))
         lines = axes[0].get_legend_handles_labels()
         picture.legend(*lines, loc="outside lower center", ncols=5)
@@ -709,7 +729,7 @@ def plot_rates(path: Path) -> None:
         picture.legend(*lines, loc="outside lower center", ncols=4)
 
 
-TRAINED = ("short", "long", "stepwise", "early", "late", "rl", "imitation", "filtered")
+TRAINED = ("short", "long", "stepwise", "early", "late", *LEARNERS)
 
 
 def noise() -> list[str]:
@@ -733,24 +753,6 @@ def noise() -> list[str]:
     titles = "% solved | five runs of short | their standard deviation | noise of an evaluation"
     titles += f" | standard deviation within {len(arms)} arms | difference found with power 0.8: "
     return markdown(titles + "3 seeds | 5 seeds | 10 seeds", rows)
-
-
-def teacher() -> list[str]:
-    runs = runs_of("teacher")
-    lines = comparison(runs, [*from_start(LEARNERS), ("rl", "imitation"), ("rl", "filtered")])
-    rows = []
-    for tier in ("all", *PLAYED):
-        cells = []
-        for limit in (FEW_TURNS, ALL_TURNS):
-            reading: Reading = partial(end, within=limit)
-            reading = reading if tier == "all" else only(reading, in_tier(tier))
-            run_spread = spread([runs["rl"]], reading, SAMPLES)
-            cells.append(
-                compare(runs["rl"], runs["teacher"], reading, reading, level_of, run_spread, True)
-            )
-        rows.append((tier, *cells))
-    titles = f"rl − teacher, points | in {FEW_TURNS} turns | in {ALL_TURNS} turns"
-    return [*lines, "", *markdown(titles, rows)]
 
 
 def estimators() -> list[str]:
@@ -784,22 +786,18 @@ def widening() -> list[str]:
 
 
 def plot_laboratory(name: str, path: Path) -> None:
-    """Plot held-out success over turns played in training, with the teacher as a line."""
+    """Plot held-out success over turns played in training."""
     runs = {arm: results for arm, results in runs_of(name).items() if "-" not in arm}  # no pilots
-    curves = {arm: results for arm, results in runs.items() if results[0]["curve"]}
     panels = (FEW_TURNS, ALL_TURNS)
-    offset = 0.01 * max(r["curve"][-1]["turns"] for results in curves.values() for r in results)
+    offset = 0.01 * max(r["curve"][-1]["turns"] for r in all_results(runs))
     with figure(path, 4.0 * len(panels), 4.2) as picture:
         axes = picture.subplots(ncols=len(panels))
         for axis, limit in zip(axes, panels, strict=True):
             colors = (*PALETTE, GREY, "#a0522d")
-            for i, ((arm, results), color) in enumerate(zip(curves.items(), colors)):
+            for i, ((arm, results), color) in enumerate(zip(runs.items(), colors)):
                 points = curve_of(results, "turns", limit)
                 shifted = [(x + i * offset, estimate) for x, estimate in points]  # no overlap
                 band(axis, shifted, color, arm, 100, fill=False)
-            for result in runs.get("teacher", ()):
-                value = 100 * fmean(end(result, limit).values())
-                axis.axhline(value, color=GREY, linestyle="--", label="the teacher")
             axis.set_title(f"held-out goals, in {limit} turns")
             axis.set(ylabel="solved, %", xlabel="turns played in training")
             axis.locator_params(axis="x", nbins=5)
@@ -880,7 +878,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "widening": widening,
     "noise": noise,
     "controls": controls,
-    "teacher": teacher,
     "estimators": estimators,
     "methods": methods,
     "speed": speed,
@@ -888,7 +885,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-update": lambda: gpu.update_table(read_json(BENCHMARKS / "gpu-3B.json")["update"]),
     "gpu-run": lambda: gpu.run_table(read_json(BENCHMARKS / "gpu-3B.json")["runs"]),
 }
-PICTURES = ("controls", "teacher", "estimators", "methods")
+PICTURES = ("controls", "estimators", "methods")
 
 
 def with_tables(text: str) -> str:
@@ -920,7 +917,8 @@ def main() -> None:
         write_text(ROOT / page, with_tables((ROOT / page).read_text(encoding="utf-8")))
     plot_worlds(COMMITTED / "worlds.png")
     plot_rates(miniature.FOLDER / "rates.png")
-    plot_growth(miniature.FOLDER / "growth.png")
+    plot_ends("growth", tuple(miniature.CAPS), "turns", MANY, miniature.FOLDER / "growth.png")
+    plot_ends("imitation", LEARNERS, "", FEW_TURNS, miniature.FOLDER / "imitation.png")
     for name in PICTURES:
         plot_laboratory(name, miniature.FOLDER / f"{name}.png")
 
