@@ -148,7 +148,7 @@ def solving(start, end):
     ("ends", "best", "falls"), [((5, 2), 0, 1), ((1, 2), 1, 0), ((3, 6), 1, 2)]
 )
 def test_pilots_choose_the_best_rate_or_the_lowest_that_falls(ends, best, falls):
-    for name, rates in (("grow", (3e-5, 1e-4)), ("hot-grow", (3e-4, 1e-3, None))):
+    for name, rates in (("grow", (3e-5, 1e-4)), ("hot-grow", (3e-4, 5e-4, None))):
         pilots = zip(miniature.pilots_of(name), ends, strict=True)
         results = {(arm, miniature.PILOT_SEED): solving(5, end) for arm, end in pilots}
         chosen = rates[best if name == "grow" else falls]
