@@ -127,11 +127,12 @@ def test_shipped_adapters_are_used_only_for_the_same_model_data_and_settings(
     assert warmstart.known_outcomes(config, merged) == {}
 
 
-def test_the_default_run_finds_its_shipped_warm_start(empty_cache, monkeypatch):
+@pytest.mark.parametrize("env", ["textcraft", pytest.param("webarena", marks=pytest.mark.long)])
+def test_the_default_run_finds_its_shipped_warm_start(empty_cache, monkeypatch, env):
     """Its key contains the demonstrations, so new texts of the environment make it stale."""
     builders = []
     monkeypatch.setattr(warmstart, "resolve_model", lambda name: name)
     monkeypatch.setattr(warmstart, "build_folder", lambda folder, make: builders.append(make))
-    config = complete(options("textcraft", model="smollm2-135m"))
+    config = complete(options(env, model="smollm2-135m"))
     warmstart.start_model(config, accelerator=None)
     assert builders[0].func is warmstart.merge_adapters, "rebuild recipes/starts, see its README"
