@@ -309,7 +309,7 @@ def kl_penalized_rewards(
 
     Args:
         token_rewards, log_probs, ref_log_probs, loss_mask: (B, T).
-        kl_coef: β, the `value` of a KL controller.
+        kl_coef: β.
         estimator: as in `kl_estimate`.
     Returns:
         (B, T), detached.
@@ -328,7 +328,7 @@ def policy_objective(
     objective: Objective,
     denominator: float,
     weights: Tensor | None = None,
-    signal_share: float = 1.0,
+    loss_scale: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of an RL step on one micro-batch, and its metrics. A further term is added to
     `penalty`; its option belongs in Objective, its metric in the glossary.
@@ -341,7 +341,8 @@ def policy_objective(
             ref_log_probs, there is no reference.
         denominator: policy tokens in the full mini-batch.
         weights: (B,) from `batching.row_weights`, for means over trajectories; None: over tokens.
-        signal_share: share of the step's policy tokens (with seq-mean: rows) that are in the batch.
+        loss_scale: factor of the policy loss; for the trajectories that were left out, the share of
+            tokens (with seq-mean: rows) that remain.
             Groups with equal returns are left out of the batch, because their advantages are 0.
             They still count here: if returns differ in only one group of eight, L_clip is scaled by
             about 1/8. The other terms are means over the batch.
@@ -395,7 +396,7 @@ def policy_objective(
         metrics["max:policy/kl_max"] = kl_estimate(log_probs.detach(), ref, "k3", mask).max()
         metrics["policy/kl_clamp_frac"] = masked_mean(kl >= limit, mask, denominator)
     metrics["policy/loss"] = clipped.loss + penalty
-    return clipped.loss * signal_share + penalty, metrics
+    return clipped.loss * loss_scale + penalty, metrics
 
 
 # ----------------------------------------------------------------------------- weighted imitation

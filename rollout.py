@@ -321,7 +321,8 @@ class _Episode:
                     self.fail("env_error", error)
 
     def act(self) -> None:
-        """Play the turn that was just sampled and append the environment's answer."""
+        """Play the turn that was just sampled and append the environment's answer. The agent
+        records the reward and decides whether the episode is over (`agents.take_result`)."""
         handler, turn = self.handler, self.handler.turns[-1]
         if handler.stop_reason:  # the token budget cut this turn, so it is not played
             self.close()

@@ -31,7 +31,8 @@ continues it. Exit codes: 0 done, 1 failure, 2 misuse, 130 stopped by Ctrl-C.
 
 From Python: `from config import options`, `train(options("textcraft", steps=4))`.
 
-Read first: trajectory, advantages, losses. Read next: schedulers, rollout, update, `run/worker.py`.
+Read first: trajectory, advantages, losses. Read next, by banner: 1 schedulers; 2 rollout,
+envclient; 3 and 5 batching, update, models; 6 `scale/sync.py`; 7 `run/worker.py`, `run/session.py`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ from reporting.metrics import by_env, summarize_trajectories
 from rollout import RolloutRequest, TaskOutcomes, draw_requests, num_epochs
 from run import rundir
 from run.clock import Clock
+from run.errors import SyncError
 from run.progress import phase
 from run.rundir import Run
 from run.session import StopRequests, is_due, open_session
@@ -81,7 +83,6 @@ from sampling.fleet import TeacherServer
 from scale import distributed
 from scale.default_models import resolve_model
 from scale.lora import adapters_off, restart_adapters
-from scale.sync import require_own_weights
 from schedulers import rounds_at
 from trajectory import RolloutHandler, are_equal, returns_by_group
 from update import (
@@ -134,9 +135,11 @@ def train(config: Config) -> Run:
                 batch = make_batch(usable, w.pad_id)
                 objective, step_weight = keep_num_steps(config, len(usable), num_compared)
                 with clock("time/log_probs_s"):
+                    w.sleep_sampler()  # until sync wakes it
                     w.score(batch, objective)
 
                 # --------------------------------------------------------------------- 4 advantages
+                # Each of the first three does something only with its option.
                 with clock("time/advantages_s"):
                     metrics |= w.penalize_kl(batch) | w.penalize_length(batch, usable)
                     metrics |= w.anchor(batch, usable)
@@ -148,8 +151,9 @@ def train(config: Config) -> Run:
                 with session.saving_on_failure():
                     # --------------------------------------------------------------------- 5 update
                     with clock("time/update_s"):
-                        share = step_weight * signal["data/signal_share"]
-                        metrics |= w.update(step, batch, objective, share)
+                        loss_scale = step_weight * signal["data/signal_share"]
+                        metrics |= w.update(step, batch, objective, loss_scale)
+                        w.require_own_weights(step, metrics)
                     num_trained = int(batch.lengths.sum()) * c.ppo_epochs
                     seconds = max(clock.values["time/update_s"], 1e-9)
                     clock.values["update/tokens_per_s"] = num_trained / seconds
@@ -412,10 +416,10 @@ class RLWorker(Worker):
         """Banner 3: compute old log-probs, reference log-probs and values. Old log-probs are only
         needed for the KL penalty, or if the step takes several optimizer steps (update.py)."""
         c, policy, device = self.config, self.policy.model, self.device
-        self.sleep_sampler()
         with phase("log-probs"):
             needs_old = c.kl_coef or self.teacher or objective.num_optimizer_steps(len(batch)) > 1
-            if needs_old and not c.asks_oracle:  # imitation has no ratio
+            # Without them the loss uses its own log-probs, detached. (Imitation has no ratio.)
+            if needs_old and not c.asks_oracle:
                 batch.old_log_probs = score_policy(policy, batch, c, device)
             if self.teacher is not None:
                 batch.teacher_log_probs = self.teacher(batch)
@@ -461,7 +465,7 @@ class RLWorker(Worker):
         return {"data/anchored_share": share}
 
     def update(
-        self, step: int, batch: Batch, objective: Objective, signal_share: float = 1.0
+        self, step: int, batch: Batch, objective: Objective, loss_scale: float = 1.0
     ) -> dict[str, float]:
         """Banner 5: take optimizer steps on the critic (PPO) and on the policy. The step number
         seeds the order of the mini-batches."""
@@ -471,11 +475,18 @@ class RLWorker(Worker):
             metrics |= update_critic(self.critic, batch, objective, seed=step)
         if self.config.asks_oracle:
             return imitate(self.policy, batch, objective, seed=step)
-        metrics |= update_policy(self.policy, batch, objective, step, signal_share)
-        if metrics["policy/optimizer_steps"]:  # a skipped update measures nothing
-            gap = metrics["sampler/log_prob_diff_mean"]
-            require_own_weights(gap, self.config.max_sync_error, step)
-        return metrics
+        return metrics | update_policy(self.policy, batch, objective, step, loss_scale)
+
+    def require_own_weights(self, step: int, metrics: Mapping[str, float]) -> None:
+        """SyncError if the update found that the step's tokens were sampled with other weights than
+        those of the last sync. A skipped update and imitation do not measure that."""
+        gap, limit = metrics.get("sampler/log_prob_diff_mean", 0.0), self.config.max_sync_error
+        if metrics["policy/optimizer_steps"] and not gap <= limit:
+            raise SyncError(
+                f"the tokens of step {step} have log-probs that differ by {gap:.3f} nats from the "
+                f"trainer's, above --max-sync-error {limit}: the sampler has changed its weights "
+                "since the last sync; does another run use the same server, or has it restarted?"
+            )
 
     def reset_adapters_if_due(self, step: int) -> None:
         """Merge the adapters into the base, so that the reference becomes the current policy."""

@@ -201,14 +201,14 @@ def score_policy(policy: Any, batch: Batch, objective: Objective, device: Any) -
 
 
 def update_policy(
-    learner: Learner, batch: Batch, objective: Objective, seed: int = 0, signal_share: float = 1.0
+    learner: Learner, batch: Batch, objective: Objective, seed: int = 0, loss_scale: float = 1.0
 ) -> dict[str, float]:
     """Take all optimizer steps of one training step on the policy.
 
     Args:
         batch: needs advantages; old_log_probs, unless there is exactly one optimizer step (then
             π_old = π_θ); and ref_log_probs if kl_loss_coef > 0.
-        signal_share: s, see `losses.policy_objective`.
+        loss_scale: s, see `losses.policy_objective`.
     Returns:
         `policy/*` and `sampler/*` metrics, means over policy tokens.
     """
@@ -225,7 +225,7 @@ def update_policy(
             weights = row_weights(part.loss_mask, mini_batch.loss_mask, constant).to(device)  # (B,)
         num_tokens = _num_tokens(mini_batch)
         return policy_objective(
-            log_probs, entropy, part.to(device), objective, num_tokens, weights, signal_share
+            log_probs, entropy, part.to(device), objective, num_tokens, weights, loss_scale
         )
 
     return policy_metrics(optimize(learner, batch, loss_of, objective, seed), learner)

@@ -262,8 +262,8 @@ CHOICES |= {
 }
 
 
-# A setting that may destroy the policy: a high rate, and four updates from the same trajectories. At
-# 1e-3 a run solves nothing from its fifth step on.
+# A setting that may destroy the policy: a high rate, and four updates from the same trajectories.
+# (At 1e-3 a run solves nothing from its fifth step on.)
 HOT: dict[str, tuple[str, tuple[str, ...]]] = {  # cap, options
     "hot-cap8": ("cap8", ()),
     "hot-cap24": ("cap24", ()),

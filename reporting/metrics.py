@@ -93,7 +93,7 @@ METRICS: dict[str, str] = {
     "sampler/log_prob_diff_mean": "mean |sampler - recomputed| log-prob at policy tokens (nats)",
     "sampler/log_prob_diff_max": "largest |sampler - recomputed| log-prob in the step (nats)",
     "sampler/is_weight_mean": "mean truncated importance weight, trainer/sampler (1: on-policy)",
-    "sync/log_prob_diff_mean": "mean |sampler - trainer| log-prob after the weight sync (nats)",
+    "sync/log_prob_diff_mean": "|sampler - trainer| log-prob after the sync, worst text (nats)",
     "policy/teacher_kl": "distill: KL(policy || teacher), estimated on sampled tokens (nats/token)",
     "data/anchored_share": "gigpo: share of turns that began in a state of another turn (0..1)",
     "data/overlong_penalty": "mean of --overlong-penalty over the trajectories in the loss (0..1)",

@@ -2,7 +2,7 @@
 
     checkpoints/step_000020/    Hugging Face files, which vLLM and transformers can load
         trainer_state/
-            state.json          step, algorithm, model, best evaluation, KL controller
+            state.json          step, algorithm, model, best evaluation, sentinels
             SHA256SUMS          checksums of all other files, in the format of `sha256sum`
             policy/  critic/    float32 master weights and optimizer state; critic/ only with PPO
                 .metadata       index: which file holds which piece of which parameter
@@ -12,8 +12,9 @@
 Each rank writes the pieces it holds, so no process needs memory for the full optimizer state. They
 are read by name and offset, so a run can be resumed with a different number of processes. A
 checkpoint is either complete or absent; after a crash or on a full disk, the previous one is intact
-(`run/files.py`). Data order, horizon and seeds depend only on the step number, so a
-resume does not have to restore a position in the data or the state of a random generator.
+(`run/files.py`). Horizon, seeds and order of tasks depend only on the step number (with
+--task-sampling uncertain also on the outcomes so far, which state.json holds), so a resume does not
+have to restore a position in the data or the state of a random generator.
 
 Read next: `run/session.py`. Lesson: tutorials/07_checkpoint_and_resume.md.
 """

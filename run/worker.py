@@ -62,7 +62,7 @@ from rollout import (
     share_of,
 )
 from run import checkpoint, clock, rundir
-from run.errors import SyncError
+from run.errors import SyncError, TooManyEnvFailures
 from run.progress import phase, playing
 from sampling.fleet import FleetEngine, ServerOptions, start_servers
 from sampling.vllm_engine import make_engine
@@ -278,8 +278,8 @@ class Worker:
     def roll_out(
         self, requests: list[RolloutRequest], earlier: Sequence[RolloutHandler] = ()
     ) -> tuple[list[RolloutHandler], dict[str, float]]:
-        """Play all requests; returns the trajectories and the sampler's timings. If the sampler
-        fails, the finished trajectories are written to disk first.
+        """Play all requests; returns the trajectories and the sampler's timings. If the sampler or
+        too many episodes fail, the finished trajectories are written to disk first.
 
         Args:
             earlier: trajectories of the same step, which count in --max-env-failures.
@@ -287,7 +287,7 @@ class Worker:
         step, log = requests[0].step, RolloutLog()
         try:
             trajectories = self.play(requests, step - 1, "rollout", log, earlier=earlier)
-        except (EngineError, distributed.RankError):  # raised on all ranks
+        except (EngineError, TooManyEnvFailures, distributed.RankError):  # raised on all ranks
             finished = [t for part in distributed.gather(log.trajectories) for t in part]
             self.run.write_trajectories(f"step_{step:06d}", finished)
             raise
@@ -386,10 +386,10 @@ class Worker:
     def sync(self, step: int, batch: Batch | None = None) -> tuple[float, int]:
         """Send new weights to the sampler. Check them by sampling after a few first prompts, those
         of `batch` or of one task per environment, and scoring the result with the trainer.
-        Returns (mean |sampler - trainer| log-prob, bytes sent).
+        Returns (|sampler - trainer| log-prob of the worst text, averaged over ranks; bytes sent).
 
         Raises:
-            SyncError: the mean difference exceeds --max-sync-error on some rank.
+            SyncError: the difference exceeds --max-sync-error on some rank.
         """
         c, openings = self.config, self.openings
         if batch is not None:  # each row up to its first action
@@ -397,8 +397,10 @@ class Worker:
             openings = [ids[:end].tolist() for ids, end in zip(batch.input_ids, ends)]
         max_tokens = c.max_trajectory_tokens - sync.NUM_PROBED
         openings = [ids[:max_tokens] for ids in openings]
+        name = self.precision.dtype if c.engine == "vllm" else "float32"
         try:
-            num_bytes = self.load_into_engine()
+            with phase("weight sync"):
+                num_bytes = sync.send_weights(self.policy.model, self.engine, getattr(torch, name))
             differences = sync.compare(
                 self.policy.model, self.engine, openings, c.temperature, self.device, seed=step
             )
@@ -411,13 +413,6 @@ class Worker:
                 "all weights, or that bfloat16 selects other experts: start a new run with "
                 "--engine transformers --precision fp32"
             ) from error
-
-    def load_into_engine(self) -> int:
-        """Send the weights; returns the number of bytes. Collective."""
-        name = self.precision.dtype if self.config.engine == "vllm" else "float32"
-        dtype: torch.dtype = getattr(torch, name)
-        with phase("weight sync"):
-            return sync.send_weights(self.policy.model, self.engine, dtype)
 
     def sleep_sampler(self) -> None:
         """Free the sampler's memory until new weights wake it."""

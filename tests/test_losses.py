@@ -345,7 +345,7 @@ def test_the_loss_of_a_step_and_its_metrics_by_hand():
     only scales the clipped loss, and the logged loss does not contain it."""
     objective = Objective(entropy_coef=0.1, kl_loss_coef=0.5, kl_estimator="k2", sampler_is_cap=2)
     batch = batch_of(ref=log(0.2, 0.6, 0.4, 0.1))
-    loss, metrics = policy_objective(*POLICY, batch, objective, 6, signal_share=0.75)
+    loss, metrics = policy_objective(*POLICY, batch, objective, 6, loss_scale=0.75)
     clipped, entropy = -sum(CLIPPED) / 6, (1 + 2 + 3) / 6
     kl = (0.5 * math.log(2) ** 2 + 0 + 0.5 * math.log(4) ** 2) / 6
     terms = -0.1 * entropy + 0.5 * kl

@@ -24,6 +24,7 @@ from reporting.metrics import METRICS
 from run import methodworker
 from run.methodworker import IterationFiles, MethodWorker
 from run.session import TrainingError
+from scale import sync
 from sft import SftConfig
 
 
@@ -120,7 +121,7 @@ def test_exploration_compares_the_sampler_with_the_trained_policy(
     """Trap 20: without this check the run would learn from an old policy's trajectories."""
     options = {"eval_every": 0, "learning_rate": 3e-2, "learn_from": "last", "min_return": 0.0}
     values = settings("agentevol", tmp_path, url, save_every=100, **options)
-    monkeypatch.setattr(MethodWorker, "load_into_engine", lambda worker: 0)
+    monkeypatch.setattr(sync, "send_weights", lambda *args: 0)
     assert run("agentevol", values) == 1
     assert "weights differ from the trainer's" in capsys.readouterr().err
     assert (tmp_path / "run/checkpoints/step_000002").is_dir()

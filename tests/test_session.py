@@ -26,7 +26,7 @@ from run.clock import clear_frames
 from run.errors import SyncError
 from run.rundir import Run
 from run.session import StopRequests
-from run.worker import Worker
+from scale import sync
 from scale.default_models import resolve_model
 from train import RLWorker
 
@@ -229,7 +229,7 @@ def test_a_resumed_run_is_not_evaluated_with_wrong_weights_in_the_sampler(
 ):
     """An evaluation before the next weight check could change `best`."""
     # The sampler keeps the initial weights.
-    monkeypatch.setattr(Worker, "load_into_engine", lambda worker: 0)
+    monkeypatch.setattr(sync, "send_weights", lambda *args: 0)
     assert resume(run_copy, "--steps", "4") == 1
     assert "the sampler's weights differ from the trainer's" in capsys.readouterr().err
     assert len(read_metrics(run_copy)) == 3

@@ -547,14 +547,15 @@ def test_out_of_memory_is_reported_in_one_line_with_the_options_to_change(phase,
 
 def test_a_step_sampled_with_other_weights_than_the_trainers_ends_the_run(monkeypatch):
     """Trap 20: the sampler changed its weights between the sync and the rollout."""
-    metrics = {"sampler/log_prob_diff_mean": 0.3, "policy/optimizer_steps": 1}
-    monkeypatch.setattr("train.update_policy", lambda *args: metrics)
-    w = SimpleNamespace(critic=None, policy=None, set_learning_rates=lambda step: None)
-    w.config = Config(max_sync_error=0.4)
-    assert RLWorker.update(w, 3, None, w.config) == metrics
-    w.config = Config(max_sync_error=0.2)
-    with pytest.raises(SyncError, match="the tokens of step 3"):
-        RLWorker.update(w, 3, None, w.config)
+    for gap, limit in ((0.3, 0.2), (float("nan"), 0.2), (0.3, 0.4)):
+        worker = SimpleNamespace(config=Config(max_sync_error=limit))
+        metrics = {"sampler/log_prob_diff_mean": gap, "policy/optimizer_steps": 1}
+        RLWorker.require_own_weights(worker, 3, metrics | {"policy/optimizer_steps": 0})
+        if gap <= limit:
+            RLWorker.require_own_weights(worker, 3, metrics)
+        else:
+            with pytest.raises(SyncError, match="the tokens of step 3"):
+                RLWorker.require_own_weights(worker, 3, metrics)
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------

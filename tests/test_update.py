@@ -89,12 +89,10 @@ def values_of(critic, batch, max_tokens=10_000):
     return score_critic(critic, batch, replace(WIDE, max_tokens_per_micro_batch=max_tokens), "cpu")
 
 
-def policy_step(
-    policy, optimizer, batch, advantages, objective, seed=0, signal_share=1.0, **fields
-):
+def policy_step(policy, optimizer, batch, advantages, objective, seed=0, loss_scale=1.0, **fields):
     """`update_policy` on the batch with these fields set."""
     batch = replace(batch, advantages=advantages, **fields)
-    return update.update_policy(learner_of(policy, optimizer), batch, objective, seed, signal_share)
+    return update.update_policy(learner_of(policy, optimizer), batch, objective, seed, loss_scale)
 
 
 def critic_step(critic, optimizer, batch, values, returns, objective):
@@ -358,7 +356,6 @@ def test_old_and_reference_log_probs_come_from_the_policy_and_from_its_frozen_co
     config = Config(share_prefix=False, kl_loss_coef=0.1, mini_batch_size=64)
     worker = SimpleNamespace(config=config, device="cpu", reference=reference, teacher=None)
     worker.policy, worker.critic = SimpleNamespace(model=policy), None
-    worker.sleep_sampler = lambda: None
     RLWorker.score(worker, batch, config)
     assert batch.old_log_probs is None, "one optimizer step needs none"
     assert torch.equal(batch.ref_log_probs, log_probs_of(reference, batch))
@@ -448,7 +445,7 @@ def test_leaving_out_a_group_without_signal_saves_work_and_does_not_change_the_s
     expected, _ = sgd_update(batch, advantages, objective)
     part = batch.rows([0, 1, 2, 3])
     width = part.loss_mask.shape[1]
-    step, metrics = sgd_update(part, advantages[:4, :width], objective, signal_share=share)
+    step, metrics = sgd_update(part, advantages[:4, :width], objective, loss_scale=share)
     torch.testing.assert_close(step, expected, atol=1e-6, rtol=1e-5)
     unscaled, unscaled_metrics = sgd_update(part, advantages[:4, :width], objective)
     assert unscaled.norm() > 1.3 * expected.norm()
@@ -465,7 +462,7 @@ def test_leaving_out_groups_without_signal_keeps_the_number_of_steps(batch, adva
     width, small = part.loss_mask.shape[1], {"lr": 1e-3}  # so small that steps simply add up
     old = log_probs_of(make_policy(), batch)
     expected, _ = sgd_update(batch, advantages, objective, old_log_probs=old, **small)
-    options = {"signal_share": 2 / 6, "old_log_probs": old[:2, :width], **small}
+    options = {"loss_scale": 2 / 6, "old_log_probs": old[:2, :width], **small}
     half, _ = sgd_update(part, advantages[:2, :width], objective, **options)
     objective, mini_batch_size = keep_num_steps(objective, 2, 6)
     assert mini_batch_size == 1.0

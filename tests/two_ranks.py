@@ -152,7 +152,7 @@ def run(case: str) -> dict:
     if case == "not finite":
         batch.advantages[3] = torch.nan
     if algorithm in ("grpo", "ppo"):
-        metrics |= update_policy(learner, batch, objective, signal_share=0.5)
+        metrics |= update_policy(learner, batch, objective, loss_scale=0.5)
     if case == "reset lora":
         restart_adapters(policy.lm, seed=2)
     models = {"policy": policy} | ({"critic": critic} if critic is not None else {})
