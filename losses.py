@@ -341,8 +341,8 @@ def policy_objective(
             ref_log_probs, there is no reference.
         denominator: policy tokens in the full mini-batch.
         weights: (B,) from `batching.row_weights`, for means over trajectories; None: over tokens.
-        loss_scale: factor of the policy loss; for the trajectories that were left out, the share of
-            tokens (with seq-mean: rows) that remain.
+        loss_scale: factor of L_clip: the share of the step's policy tokens (with seq-mean: rows)
+            that are in the batch, times the weight of `train.keep_num_steps`.
             Groups with equal returns are left out of the batch, because their advantages are 0.
             They still count here: if returns differ in only one group of eight, L_clip is scaled by
             about 1/8. The other terms are means over the batch.

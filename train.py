@@ -481,7 +481,7 @@ class RLWorker(Worker):
         """SyncError if the update found that the step's tokens were sampled with other weights than
         those of the last sync. A skipped update and imitation do not measure that."""
         gap, limit = metrics.get("sampler/log_prob_diff_mean", 0.0), self.config.max_sync_error
-        if metrics["policy/optimizer_steps"] and not gap <= limit:
+        if not gap <= limit:
             raise SyncError(
                 f"the tokens of step {step} have log-probs that differ by {gap:.3f} nats from the "
                 f"trainer's, above --max-sync-error {limit}: the sampler has changed its weights "

@@ -220,9 +220,8 @@ class Choice:
 
 def imitate(rate: float) -> Arm:
     """More of the teacher's demonstrations, for about as many seconds as `practise`."""
-    rate_words = ("--learning-rate", f"{rate:g}", "--eval-every", "144")
     return Arm(
-        (*METHOD, *WEAK, *rate_words, *TWICE),
+        (*METHOD, *WEAK, "--learning-rate", f"{rate:g}", "--eval-every", "144", *TWICE),
         steps=144,
         program="sft.py",
         num_demonstrations=144 * 64,

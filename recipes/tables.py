@@ -541,7 +541,6 @@ def imitation() -> list[str]:
     lines += [*at_both_temperatures(arms, pairs), ""]
     rows = []
     for arm, results in arms.items():
-        minutes = (rate_of(results), cpu_minutes(results))
         for temperature in ("", COOL):
             cells = []
             for tier in PLAYED:
@@ -551,7 +550,7 @@ def imitation() -> list[str]:
                 cells.append(
                     compare(results, runs["teacher"], reading, teacher, level_of, noise, True)
                 )
-            rows.append((arm, *minutes, temperature or 1, *cells))
+            rows.append((arm, rate_of(results), cpu_minutes(results), temperature or 1, *cells))
     titles = "arm | learning rate | CPU minutes | temperature"
     titles += "".join(f" | minus the teacher, {tier}, in {FEW_TURNS} turns" for tier in PLAYED)
     return [*lines, *markdown(titles, rows)]

@@ -8,7 +8,7 @@ second copy of the model:
 
 A sync can fail silently. For example, if the tied output head is not sent under its own name, vLLM
 keeps the old head, and sampling continues off-policy. So before step 1 and after every sync we
-sample two or more short texts and score their tokens with the trainer:
+sample a few short texts and score their tokens with the trainer:
 
     d = 1/N Σ_t | log μ(y_t) - log π_θ(y_t) |     about 0.004 in bfloat16, 1e-6 in float32
 
