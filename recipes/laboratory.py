@@ -3,8 +3,8 @@
 Environment  13 levels of BabyAI in three tiers, by the number of turns the oracle usually needs:
 
                  near     1 to 3     go to, pick up or open something in the room
-                 middle   3 to 10    doors in order, put next to, a key in a box (at most 16)
-                 far      8 to 16    unlock a door with a key that is somewhere else (at most 20)
+                 middle   3 to 10    doors in order, put next to, a key in a box (at most 18)
+                 far      10 to 17   unlock a door with a key that is somewhere else (at most 33)
 
              A level generates a maze from a seed. Seeds 0 to 39 are for training, 40 to 69 are held
              out, 70 to 79 are for choosing settings (development), and the teacher demonstrates
