@@ -186,7 +186,10 @@ def action_of(env_class: Any, name: str, arguments: Mapping[str, Any]) -> str:
             expected = "an integer" if kind is int else "text"
             raise ParseError(f"{name}: {key} is {value!r:.60}, expected {expected}.")
     action = tool.template.format_map(arguments)
-    return call_static(env_class, "parse", call_static(env_class, "say", "", action))
+    try:
+        return call_static(env_class, "parse", call_static(env_class, "say", "", action))
+    except ParseError as problem:  # may speak of the environment's own format
+        raise ParseError(f"{signature(tool)} gives {action[:60]!r}. {problem}") from None
 
 
 def call_of(env_class: Any, action: str) -> tuple[str, dict[str, Any]]:
@@ -198,7 +201,7 @@ def call_of(env_class: Any, action: str) -> tuple[str, dict[str, Any]]:
     for tool in env_class.TOOLS:
         parts = re.split(r"\{(\w+)(?::d)?\}", tool.template)  # text, name, text, name, ...
         pattern = "".join(
-            re.escape(part) if i % 2 == 0 else r"(\d+)" if tool.is_integer(part) else "(.*?)"
+            re.escape(part) if i % 2 == 0 else r"(-?\d+)" if tool.is_integer(part) else "(.*?)"
             for i, part in enumerate(parts)
         )
         if match := re.fullmatch(pattern, action, re.DOTALL):
@@ -320,14 +323,22 @@ def _call_in(statement: ast.stmt) -> tuple[str, list[Any], dict[str, Any]]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         kind = type(call.func if isinstance(call, ast.Call) else call).__name__
         raise ParseError(f"Only calls such as NAME(ARGUMENT=VALUE) can be played, not {kind}.")
-    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-        if not isinstance(argument, ast.Constant):
-            kind = type(argument).__name__
-            raise ParseError(f"An argument must be a literal text or number, not {kind}.")
-        if isinstance(argument.value, int) and argument.value > MAX_NUMBER:
-            raise ParseError("A number is too large.")  # Python refuses to print some
-    named = {str(keyword.arg): keyword.value.value for keyword in call.keywords}  # type: ignore
-    return call.func.id, [argument.value for argument in call.args], named  # type: ignore
+    named = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
+    return call.func.id, list(map(_literal, call.args)), named
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal. A negative number is a literal behind an operator."""
+    sign = 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node, sign = node.operand, -1
+    value: Any = getattr(node, "value", None)
+    if not isinstance(node, ast.Constant) or (sign < 0 and type(value) is not int):
+        kind = type(node).__name__
+        raise ParseError(f"An argument must be a literal text or number, not {kind}.")
+    if isinstance(value, int) and value > MAX_NUMBER:
+        raise ParseError("A number is too large.")  # Python refuses to print some
+    return value if sign > 0 else -value
 
 
 def _with_names(

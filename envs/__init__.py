@@ -190,10 +190,8 @@ def _problem_of_class(env_class: Any) -> str | None:
         return "has a WIRE that is not a Wire(); see envs/wire.py"
     if problem := problem_of_messages(env_class.PROMPT):
         return f"has an unusable PROMPT: {problem}"
-    for tool in getattr(env_class, "TOOLS", ()):
-        names = {name for _, name, _, _ in Formatter().parse(tool.template) if name}
-        if names != {*tool.arguments} or not isinstance(getattr(env_class, "RULES", None), str):
-            return f"has the tool {tool.name}, but its template has other arguments, or RULES lack"
+    if problem := _problem_of_tools(env_class):
+        return problem
     try:
         inspect.signature(env_class).bind()
         num_tasks = env_class.num_tasks()
@@ -207,6 +205,22 @@ def _problem_of_class(env_class: Any) -> str | None:
     for text in ("", "look", call_static(env_class, "say", "It may help.", "look")):
         with contextlib.suppress(ParseError):
             call_static(env_class, "parse", text)
+    return None
+
+
+def _problem_of_tools(env_class: Any) -> str | None:
+    tools = getattr(env_class, "TOOLS", ())
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Tool) for tool in tools):
+        return "has TOOLS that are not a list of Tool; envs.common.tool makes one"
+    if tools and not isinstance(getattr(env_class, "RULES", None), str):
+        return "has TOOLS but no RULES, the text of the prompt before the list of functions"
+    for tool in tools:
+        fields = [part for part in Formatter().parse(tool.template) if part[1]]
+        if {name for _, name, _, _ in fields} != {*tool.arguments}:
+            listed = ", ".join(tool.arguments) or "none"
+            return f"has the tool {tool.name} with the arguments {listed} but {tool.template!r}"
+        if any(kind not in ("", "d") for _, _, kind, _ in fields):
+            return f"has the tool {tool.name} with {tool.template!r}; expected {{x}} or {{x:d}}"
     return None
 
 

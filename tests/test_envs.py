@@ -141,6 +141,19 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
         ("def oracle", "def variant(self):\n        pass\n\n    def oracle", "in variant() (TypeE"),
         ("def oracle", "def __init__(self, size):\n        pass\n\n    def oracle", "'size'"),
         ("def oracle", "HORIZON = 'ten'\n\n    def oracle", "HORIZON 'ten': Input should be a"),
+        ("World = Coin", "Coin.TOOLS, World = [{}], Coin", "TOOLS that are not a list"),
+        ("World = Coin", "Coin.TOOLS, World = Coin.TOOLS[0], Coin", "TOOLS that are not a list"),
+        ("World = Coin", "Coin.RULES, World = None, Coin", "TOOLS but no RULES"),
+        (
+            "World = Coin",
+            "from envs import Tool\nWorld = Coin\nCoin.TOOLS = [Tool('say', 'say {side}')]",
+            "the tool say with the arguments none but 'say {side}'",
+        ),
+        (
+            "World = Coin",
+            "from envs.common import tool\nWorld = Coin\nCoin.TOOLS = [tool('say {n:.2f}')]",
+            "the tool say with 'say {n:.2f}'; expected {x} or {x:d}",
+        ),
     ],
 )
 def test_a_class_with_an_unusable_member_is_a_one_line_error(coin_file, old, new, message):

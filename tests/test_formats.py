@@ -10,7 +10,8 @@ import formats
 from chat import ChatTemplate
 from data import encode
 from envclient import connect
-from envs import ParseError, Tool, get_env
+from envs import ParseError, get_env
+from envs.common import action_line, tool
 from formats import Code, FunctionCalling, React
 from sampling.chatapi import message_text
 from trajectory import RolloutHandler
@@ -195,9 +196,15 @@ def test_an_environment_without_tools_has_only_its_own_format(monkeypatch):
     assert "no 'Action:' lines" in formats.problem_of_format("searchqa", "react", 2)
 
 
-def test_a_tool_whose_template_and_arguments_differ_is_an_error(monkeypatch):
-    import envs
+@pytest.mark.parametrize("written", [FunctionCalling(), Code()])
+def test_a_negative_integer_is_an_integer(monkeypatch, written):
+    monkeypatch.setattr(TEXTCRAFT, "TOOLS", (tool("move {x:d} {y:d}"),))
+    monkeypatch.setattr(TEXTCRAFT, "parse", staticmethod(action_line))
+    text = written.say(TEXTCRAFT, "", "move -1 20")
+    assert written.parse(TEXTCRAFT, text) == ["move -1 20"]
 
-    tool = Tool("get", "get {item}", arguments={"thing": "its name"})
-    monkeypatch.setattr(TEXTCRAFT, "TOOLS", (tool,))
-    assert "the tool get" in envs._problem_of_class.__wrapped__(TEXTCRAFT)
+
+def test_an_action_that_the_environment_rejects_is_told_beside_the_call():
+    call = {"name": "press", "arguments": {"keys": ""}}
+    with pytest.raises(ParseError, match=r"press\(keys: str\) gives 'press \[\]'. Cannot read"):
+        FunctionCalling().parse(get_env("webarena"), hermes(call))
