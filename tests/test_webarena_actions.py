@@ -33,7 +33,7 @@ from envs.webarena.tree import read_page
 )
 def test_an_action_is_read_and_written(text, action):
     assert read(text) == action == read(str(action))
-    assert parse(f"I think [3] is good.\n```{text}```, not ```stop```") == str(action)
+    assert parse(f"I think [3] is good.\n```{text}```, as I said.") == str(action)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,8 @@ def test_an_action_is_read_and_written(text, action):
     [
         ("click [12]", "between triple backticks: ```click"),
         ("``````", "no action ''. The actions are click, hover, type"),
+        ("```click [1]``` or ```stop```", "more than one text between triple backticks"),
+        ("```click [1]```" + 9 * "```", "more than one text between triple backticks"),
         ("```Click [1]```", "no action 'Click'"),
         ("```click```", "Write click [id]; an id is a number"),
         ("```click [1234567890]```", "Write click [id]"),
@@ -59,8 +61,8 @@ def test_a_malformed_action_is_explained(text, problem):
     assert problem in str(error.value)
 
 
-def test_backticks_in_an_action_do_not_end_it():
-    assert parse(say("", "stop [a ``` b]")) == "stop [a ''' b]"
+def test_backticks_in_a_thought_or_an_action_do_not_end_it():
+    assert parse(say("Not ```stop```.", "stop [a ``` b]")) == "stop [a ''' b]"
 
 
 @given(st.text(max_size=60), st.sampled_from(["{}", "```{}```", "```type [1] [{}]```"]))

@@ -137,10 +137,17 @@ def _keys(combination: str) -> str:
 
 
 def action_text(model_text: str) -> str:
-    """The text in the first pair of triple backticks; ParseError if there is none."""
-    if match := BLOCK.search(model_text):
-        return match[1].strip()
-    raise ParseError("No action found. Write it between triple backticks: ```click [12]```")
+    """The text in the only pair of triple backticks; ParseError if there is none or another one.
+
+    AgentGym's server plays the first of several actions. Then nothing that follows it can be wrong,
+    and RL teaches the policy to write backticks until its turn is cut.
+    """
+    match = BLOCK.search(model_text)
+    if not match:
+        raise ParseError("No action found. Write it between triple backticks: ```click [12]```")
+    if model_text.count("```") > 2:
+        raise ParseError("Found more than one text between triple backticks. Write one action.")
+    return match[1].strip()
 
 
 def parse(model_text: str) -> str:
@@ -150,5 +157,5 @@ def parse(model_text: str) -> str:
 
 def say(thought: str, action: str) -> str:
     """Write a thought and an action as text that `parse` reads."""
-    block = "```" + action.replace("```", "'''") + "```"  # backticks would end it
-    return f"{thought}\n{block}" if thought else block
+    thought, action = (text.replace("```", "'''") for text in (thought, action))
+    return f"{thought}\n```{action}```" if thought else f"```{action}```"

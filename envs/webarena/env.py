@@ -36,7 +36,8 @@ Environment variables:
     CHROMIUM                  path of the browser (default: the first on the PATH)
 
 Differences from AgentGym's server: one browser for all sessions, no fixed waiting time, our own
-numbers of elements, the action `select`, and texts of errors.
+numbers of elements, the action `select`, texts of errors, and a turn with several actions is an
+error (there the first one is played).
 
     env = WebArena()
     print(env.reset(task_index=812))
