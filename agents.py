@@ -53,10 +53,12 @@ class Agent:
 
     def opening(self, trajectory: Trajectory, observation: str) -> str:
         """The first text that the policy reads."""
-        if self.name != "plan":
-            return observation
-        trajectory.next_kind = "plan"
-        return f"{observation}\n{PLAN}"
+        if self.name == "plan":
+            trajectory.next_kind = "plan"
+        return self.first_text(observation)
+
+    def first_text(self, observation: str) -> str:
+        return f"{observation}\n{PLAN}" if self.name == "plan" else observation
 
     def next_text(
         self, trajectory: Trajectory, turn: Turn, client: EnvClient, task_index: int

@@ -335,7 +335,7 @@ USED_BY = {
     "lam": ("ppo",),
     "critic_learning_rate": CRITIC_ALGORITHMS,
     "value_clip": CRITIC_ALGORITHMS,
-    "skip_zero_variance": GROUP_ALGORITHMS,
+    "skip_zero_variance": ("grpo", "rloo"),  # gigpo compares turns, too, so it drops no group
     "scale_by_std": ("grpo", "gigpo"),
     "dynamic_sampling": GROUP_ALGORITHMS,
 }
@@ -436,7 +436,10 @@ class Config(RunConfig, Objective):
         if self.clip_ratio_high is not None and self.clip_ratio_high < self.clip_ratio:
             raise Misuse(f"--clip-ratio-high {self.clip_ratio_high} is below --clip-ratio")
         if (self.algorithm == "distill") != (self.teacher is not None):
-            raise Misuse("--algorithm distill and --teacher need each other")
+            raise Misuse(
+                "--algorithm distill and --teacher need each other "
+                "(--teacher None drops the one in --config)"
+            )
         if self.teacher and is_url(self.teacher):
             check_addresses("teacher", (self.teacher,))
             if self.temperature != 1:
@@ -470,13 +473,14 @@ class Config(RunConfig, Objective):
             yield "steps_scaling_inter", "--rounds-scheduler is fixed"
         for name in () if self.kl_loss_coef else ("kl_estimator", "kl_clamp"):
             yield name, "--kl-loss-coef is 0"
-        if self.num_optimizer_steps(self.trajectories_per_step) == 1:
-            for name in ("clip_ratio_high", "ratio"):
-                yield name, "the only update of a step has ratio 1; lower --mini-batch-size"
+        num_kept = math.ceil(self.keep_uncertain * self.tasks_per_step) * self.group_size
         if self.asks_oracle:
             unused = ("clip_ratio", "kl_loss_coef", "entropy_coef", "loss_agg", "sampler_is_cap")
-            for name in unused:
+            for name in (*unused, "clip_ratio_high", "ratio", "dual_clip"):
                 yield name, "the oracle's actions are imitated (losses.imitation_loss)"
+        elif self.num_optimizer_steps(num_kept) == 1:
+            for name in ("clip_ratio_high", "ratio"):
+                yield name, "the only update of a step has ratio 1; lower --mini-batch-size"
         for name in ("overlong_penalty", "shuffle_rewards") if self.teacher else ():
             yield name, "a --teacher replaces the rewards"
         if self.agent != "reflect":

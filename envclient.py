@@ -281,14 +281,17 @@ class EnvClient(contextlib.AbstractContextManager["EnvClient"]):
         except ClassError as error:
             self._is_running = False
             raise EnvServerError(error.problem, error.env) from error
-        reward, num_played, has_failed = 0.0, 0, False
+        reward, num_played, has_failed, state = 0.0, 0, False, ""
         while num_played < len(actions) and self._is_running and not has_failed:
             result = self._play(actions[num_played])
             reward += result.reward
             num_played += 1
             has_failed = bool(result.info.get("failed")) or result.is_refusal
-        if num_played > 1:  # the state has changed, even if the last action failed
-            result = result._replace(info={k: v for k, v in result.info.items() if k != "failed"})
+            if not has_failed:
+                state = result.info.get("anchor", result.observation)
+        if num_played > 1 and has_failed:  # earlier actions have changed the state
+            info = {k: v for k, v in result.info.items() if k != "failed"}
+            result = result._replace(info={"anchor": state} | info)
         if num_played < len(actions) and self._is_running:
             note = f"Action {num_played} of {len(actions)} failed, so the others were not played."
             result = result._replace(observation=f"{result.observation}\n{note}")

@@ -198,23 +198,27 @@ def requests_of(
 def more_requests(
     step: int,
     number: int,
-    count: int,
+    counts: Mapping[str, int],
     tasks: Sequence[Task],
     config: Config,
     horizons: Mapping[str, int],
     outcomes: TaskOutcomes | None = None,
 ) -> list[RolloutRequest]:
-    """Requests for `count` more tasks, in the step's `number`-th round of --dynamic-sampling. They
-    come from a stream of their own, a function of step and round, so that no later step depends on
-    how many tasks were replaced."""
+    """Requests for as many more tasks of each environment as `counts` says, in the step's
+    `number`-th round of --dynamic-sampling. They come from a stream of their own, a function of
+    step and round, so that no later step depends on how many tasks were replaced."""
     c, t = config, (step - 1) * config.dynamic_sampling + number
-    size = c.tasks_per_step, c.group_size
-    drawn = draw_requests(t, tasks, *size, c.seed + 1, step, horizons, c.env_weights, outcomes)
-    first_group, first_sample = number * c.tasks_per_step, number * c.tasks_per_step * c.group_size
-    return [
-        replace(r, group_id=first_group + r.group_id, sample=first_sample + r.sample)
-        for r in drawn[: count * c.group_size]
-    ]
+    group, first_sample = number * c.tasks_per_step, number * c.tasks_per_step * c.group_size
+    requests: list[RolloutRequest] = []
+    for env, own in tasks_by_env(tasks).items():
+        size = c.tasks_per_step, c.group_size
+        drawn = draw_requests(t, own, *size, c.seed + 1, step, horizons, outcomes=outcomes)
+        requests += [
+            replace(r, group_id=group + r.group_id, sample=first_sample + r.sample)
+            for r in drawn[: counts.get(env, 0) * c.group_size]
+        ]
+        group += counts.get(env, 0)
+    return requests
 
 
 def select(
@@ -355,6 +359,13 @@ class RLWorker(Worker):
         """Also true with a frozen reference, which is loaded from the initial weights."""
         return super().needs_start or self.has_reference
 
+    @property
+    def frozen_weights(self) -> dict[str, str]:
+        weights, teacher = super().frozen_weights, self.config.teacher
+        if self.teacher is not None and teacher and not is_url(teacher):
+            weights["teacher"] = resolve_model(teacher)
+        return weights
+
     def rounds_at(self, step: int) -> dict[str, int]:
         """Environment name -> maximum number of turns at this step."""
         return {
@@ -384,22 +395,24 @@ class RLWorker(Worker):
         with another one (DAPO, arXiv 2503.14476, section 3.2), in at most N rounds. Lost samples
         do not count: a task with fewer than two others is replaced, too."""
 
-        def count_without_signal(played: Sequence[RolloutHandler]) -> int:
+        def count_without_signal(played: Sequence[RolloutHandler]) -> Counter[str]:
             returns = returns_by_group([t for t in played if t.is_valid])
-            groups = [returns.get(group, []) for group in {t.group_id for t in played}]
-            return sum(len(group) < 2 or are_equal(group) for group in groups)
+            env_of = {t.group_id: t.env for t in played}
+            silent = {g for g in env_of if len(returns.get(g, ())) < 2 or are_equal(returns[g])}
+            return Counter(env_of[group] for group in silent)
 
         c, more, number = self.config, list[RolloutHandler](), 0
-        count = count_without_signal(trajectories) if c.dynamic_sampling else 0
-        while count and number < c.dynamic_sampling:
+        counts = count_without_signal(trajectories) if c.dynamic_sampling else Counter()
+        while counts and number < c.dynamic_sampling:
             number += 1
             tasks = self.tasks, c, horizons, self.task_outcomes
-            requests = more_requests(step, number, count, *tasks)
+            requests = more_requests(step, number, counts, *tasks)
             latest, _ = self.roll_out(requests, earlier=[*trajectories, *more])
             more += latest
-            count = count_without_signal(latest)
-        if count:
-            distributed.say(f"step {step}: {count} tasks without signal could not be replaced")
+            counts = count_without_signal(latest)
+        if counts:
+            left = counts.total()
+            distributed.say(f"step {step}: {left} tasks without signal could not be replaced")
         return more
 
     def learning_rates(self) -> dict[str, float]:

@@ -110,7 +110,7 @@ class Session(Generic[WorkerType]):
         self.best: float | None = None
         self.best_step: int | None = None
         self.evaluated_step: int | None = None
-        self.start = weights_digest(Path(worker.start))
+        self.frozen: dict[str, str] = {}
         every = config.eval_every if worker.eval_tasks else 0
         eval_steps = [n for n in range(1, config.steps + 1) if is_due(n, every, config.steps)]
         self.time_left = progress.TimeLeft(config.steps, eval_steps)
@@ -119,6 +119,8 @@ class Session(Generic[WorkerType]):
         """Open the logs; with --resume, go back to the newest checkpoint first. Then sync the
         sampler, which also wakes it, so that a sync that cannot work is noticed before any step."""
         c, path, writes = self.config, self.run.path, self.run.writes
+        frozen = self.worker.frozen_weights.items()
+        self.frozen = {role: weights_digest(Path(folder)) for role, folder in frozen}
         if c.resume:
             self.load_checkpoint()
         if c.plays:
@@ -158,11 +160,13 @@ class Session(Generic[WorkerType]):
                     f"by another version of this program ({error!r}): resume with that version, "
                     "or start a new run"
                 ) from error
-            if worker.needs_start and self.start and state.get("start", self.start) != self.start:
-                raise TrainingError(
-                    f"the weights in {worker.start} have changed since this run began, but "
-                    "resuming needs the original ones: put them back, or start a new run"
-                )
+            for role, folder in worker.frozen_weights.items():
+                digest = self.frozen[role]
+                if digest and state.get("frozen", self.frozen).get(role) != digest:
+                    raise TrainingError(
+                        f"the weights in {folder} have changed since this run began, but "
+                        "resuming needs the original ones: put them back, or start a new run"
+                    )
 
     def steps_left(self) -> Iterator[int]:
         """The remaining steps, counted from 1. Stops when held-out success reaches --stop-at."""
@@ -335,7 +339,7 @@ class Session(Generic[WorkerType]):
         """The session's own state, saved as JSON beside weights and optimizers."""
         state = {name: part.state_dict() for name, part in self.worker.stateful.items()}
         state["sentinels"] = self.sentinels.state_dict()
-        return state | {name: getattr(self, name) for name in ("start", *EVALUATED)}
+        return state | {name: getattr(self, name) for name in ("frozen", *EVALUATED)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, part in self.worker.stateful.items():

@@ -166,22 +166,25 @@ class Worker:
                 stack.enter_context(pool)
             pools[env_name(config.env)] = pool
         self.pool = EnvPools(pools)
-        self.openings = []
+        self.openings, agent = [], agents.make(c.agent, c.attempts)
         for env, (task, *_) in tasks_by_env(self.tasks).items():
             with self.pool.for_env(env).client() as client:
                 observation = client.reset(task.task_index)
                 if c.asks_oracle:  # AgentGym's servers have none
                     with contextlib.suppress(StepOutsideEpisode):  # it knows no move for this task
                         client.oracle()
+                observation = agent.first_text(observation)
                 self.openings.append(self.chat.opening(client.prompt, observation))
                 if c.record_state:
                     with contextlib.suppress(NotSupported):  # AgentGym's servers have no /state
                         client.state()
-            num_tokens = len(self.openings[-1]) + c.max_tokens_per_turn
+            num_turns = 2 if c.agent == "plan" else 1
+            num_tokens = len(self.openings[-1]) + num_turns * c.max_tokens_per_turn
             if num_tokens > c.max_trajectory_tokens:
+                turns = "a plan and a turn" if c.agent == "plan" else "one turn"
                 raise Misuse(
                     f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the first "
-                    f"prompt of {task.task_id} and one turn need {num_tokens} tokens"
+                    f"prompt of {task.task_id} and {turns} need {num_tokens} tokens"
                 )
 
     # Models, sampler
@@ -424,6 +427,11 @@ class Worker:
         """Whether a resumed run needs its initial weights. With LoRA it does, since trainer_state/
         holds only the adapters."""
         return bool(self.config.lora_rank)
+
+    @property
+    def frozen_weights(self) -> dict[str, str]:
+        """The folders whose weights a resumed run reads again."""
+        return {"start": self.start} if self.needs_start else {}
 
     def export(self, folder: Path) -> None:
         """Write the policy as Hugging Face files. Collective."""

@@ -309,6 +309,10 @@ def test_vllm_cannot_be_chosen_where_it_is_not_installed(command, capsys, monkey
         ("--engine transformers --enforce-eager", "--enforce-eager"),
         ("--algorithm distill --teacher tiny --shuffle-rewards", "--shuffle-rewards"),
         ("--attempts 3", "--attempts"),
+        ("--mini-batch-size 32 --keep-uncertain 0.5 --ratio sequence", "--ratio"),
+        ("--mini-batch-size 32 --keep-uncertain 0.6 --ratio sequence", ""),
+        ("--algorithm distill --teacher oracle --mini-batch-size 8 --ratio sequence", "--ratio"),
+        ("--algorithm gigpo --no-skip-zero-variance", "--skip-zero-variance"),
         ("--algorithm ppo --gamma 0.9 --lam 0.9 --kl-loss-coef 0.1 --kl-estimator k2", ""),
     ],
 )

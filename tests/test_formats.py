@@ -9,7 +9,7 @@ from fakes import family_tokenizer
 import formats
 from chat import ChatTemplate
 from data import encode
-from envclient import connect
+from envclient import StepResult, connect
 from envs import ParseError, get_env
 from envs.common import action_line, tool
 from formats import Code, FunctionCalling, React
@@ -126,6 +126,18 @@ def test_several_actions_are_played_until_one_fails_or_ends_the_episode():
         result = client.step(python(f"{stem}\n{craft}\ninventory()"))
         assert (result.observation, result.reward) == ("Crafted 3 minecraft:crimson_hyphae", 1.0)
         assert result.terminated
+
+
+@pytest.mark.parametrize("info", [{"failed": True}, {"rejected": True}])
+def test_the_state_after_a_failed_action_is_the_one_after_the_actions_before_it(monkeypatch, info):
+    """The message of a failure is the same in many states."""
+    answers = [("The door opens.", {}), ("No such action.", info)]
+    results = iter([StepResult(text, 0.0, False, False, info) for text, info in answers])
+    with connect("textcraft", "local", action_format=Code(2)) as client:
+        client.reset(31)
+        monkeypatch.setattr(client, "_play", lambda action: next(results))
+        result = client.step(python("get(1, 'door')\nget(1, 'xyzzy')"))
+    assert result.info["anchor"] == "The door opens." and "failed" not in result.info
 
 
 @pytest.mark.parametrize(("family", "style"), FAMILIES.items())

@@ -40,6 +40,7 @@ from rollout import RolloutLog
 from run import checkpoint, worker
 from run.clock import Clock
 from run.errors import OutOfMemory
+from run.files import weights_digest
 from scale.default_models import resolve_model
 from train import RLWorker, more_requests, requests_of, select, shuffle_rewards
 from trajectory import RolloutHandler, Turn
@@ -206,8 +207,12 @@ def test_a_prompt_over_the_budget_is_reported_in_one_line_and_leaves_no_files(tm
         settings = options(tmp_path, url, max_trajectory_tokens=12)
         paths_before = sorted(tmp_path.rglob("*"))
         assert train_main(flags(**settings)) == 2
-    assert_one_line(capsys.readouterr().err, "--max-trajectory-tokens 12 is too small", "letters_0")
-    assert sorted(tmp_path.rglob("*")) == paths_before
+        message = "--max-trajectory-tokens 12 is too small", "letters_0"
+        assert_one_line(capsys.readouterr().err, *message)
+        assert sorted(tmp_path.rglob("*")) == paths_before
+        settings |= {"agent": "plan", "max_trajectory_tokens": 45}
+        assert train_main(flags(**settings)) == 2
+    assert_one_line(capsys.readouterr().err, "letters_0 and a plan and a turn need")
 
 
 def test_a_run_that_resets_its_adapters_is_resumed_exactly(tmp_path):
@@ -290,7 +295,7 @@ def test_the_horizon_is_a_function_of_the_step_and_counts_nothing():
 
 def make_trajectory(group_id, *rewards, num_tokens=10):
     """A trajectory with one turn of `num_tokens` sampled tokens per reward."""
-    t = RolloutHandler("t", 1, "fake", "fake_0", "easy", group_id, 0, 3)
+    t = RolloutHandler("t", 1, "letters", "letters_0", "easy", group_id, 0, 3)
     for reward in rewards:
         start = len(t.input_ids)
         t.input_ids += [0] * num_tokens
@@ -392,7 +397,7 @@ def test_tasks_without_signal_are_replaced_from_a_stream_of_their_own(capsys):
         more = RLWorker.replace_tasks_without_signal(worker, 3, first, {"letters": 3})
         assert [t.group_id for t in more] == [2, 2, 4, 4]
         assert ("1 tasks without signal" in capsys.readouterr().out) == always_dull
-    again = more_requests(3, 2, 1, tasks, c, {"letters": 3})
+    again = more_requests(3, 2, {"letters": 1}, tasks, c, {"letters": 3})
     assert played[1] == again and again[0].seed != played[0][0].seed
     assert {r.step for r in again} == {3}
     played.clear()
@@ -402,12 +407,21 @@ def test_tasks_without_signal_are_replaced_from_a_stream_of_their_own(capsys):
     assert more[0].group_id == 2
 
 
+def test_a_task_is_replaced_by_one_of_its_environment():
+    c = Config(dynamic_sampling=1, tasks_per_step=4, group_size=2)
+    tasks = [Task(f"{env}_{i}", i, "", env) for env in ("near", "far") for i in range(5)]
+    requests = more_requests(1, 1, {"far": 2, "near": 1}, tasks, c, {"near": 3, "far": 9})
+    assert [r.task.env for r in requests] == ["near"] * 2 + ["far"] * 4
+    assert [r.group_id for r in requests] == [4, 4, 5, 5, 6, 6]
+
+
 def test_replaced_tasks_have_random_numbers_of_their_own():
     """Each step and round draws others than the first draw did, and continues its sample numbers,
     on which the sampler's random numbers depend."""
     c = Config(dynamic_sampling=2, tasks_per_step=2, group_size=2)
     tasks, horizons = [Task(f"t_{i}", i, "", "textcraft") for i in range(9)], {"textcraft": 5}
-    draws = [more_requests(s, n, 2, tasks, c, horizons) for s in (1, 2, 3) for n in (1, 2)]
+    counts, pairs = {"textcraft": 2}, [(s, n) for s in (1, 2, 3) for n in (1, 2)]
+    draws = [more_requests(*pair, counts, tasks, c, horizons) for pair in pairs]
     draws += [requests_of(step, tasks, c, horizons) for step in range(1, 10)]
     seeds = [seed for draw in draws for seed in {r.seed for r in draw}]
     assert len(seeds) == len({*seeds}) == 2 * len(draws)
@@ -478,6 +492,9 @@ def test_a_teacher_equal_to_the_student_teaches_nothing_and_another_tokenizer_is
         code, run_dir = run_in_process(tmp_path, url, algorithm="distill", teacher="tiny", steps=1)
         (line,) = read_metrics(run_dir)
         assert code == 0 and abs(line["policy/teacher_kl"]) < 1e-6
+        state = run_dir / "checkpoints/step_000001/trainer_state/state.json"
+        frozen = {"teacher": weights_digest(Path(resolve_model("tiny")))}
+        assert json.loads(state.read_text())["frozen"] == frozen  # a resume compares it
         capsys.readouterr()
         settings = {"algorithm": "distill", "teacher": "recipes/starts/tiny-babyai", "steps": 1}
         (tmp_path / "other").mkdir()

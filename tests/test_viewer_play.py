@@ -56,6 +56,13 @@ def test_re_enacting_stops_at_the_first_difference_and_at_a_turn_cut_by_the_toke
     assert result["first_difference"]["turn"] == 0 and result["states"] == []
 
 
+def test_a_plan_or_a_reflection_is_not_played_again(environments):
+    line = recorded_lines("textcraft")[0]
+    line["turns"][0]["kind"] = "plan"
+    with pytest.raises(PlayError, match="these turns are plans, reflections or actions"):
+        reenact(environments, line, None)
+
+
 def test_a_file_cannot_choose_which_module_is_imported(environments):
     line = recorded_lines("textcraft")[0]
     for env, task_id in (("textcraft", "textcraft_99999999"), ("this:Zen", "this:Zen_3")):

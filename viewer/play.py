@@ -75,6 +75,12 @@ class Environments:
         self._stack.close()
 
 
+NOT_ACTIONS = (
+    "these turns are plans, reflections or actions in another format, which only the run that made "
+    "them could play"
+)
+
+
 def reenact(environments: Environments, line: Mapping[str, Any], env: str | None) -> dict[str, Any]:
     """Play a trajectory's actions in a new session and compare the observations.
 
@@ -87,6 +93,8 @@ def reenact(environments: Environments, line: Mapping[str, Any], env: str | None
     task = task_of(line, env)
     if task is None:
         raise PlayError(f"{line.get('task_id')!r} does not name a task of an environment")
+    if any(turn.get("kind", "act") != "act" for turn in line["turns"]):
+        raise PlayError(NOT_ACTIONS)
     recorded, difference, states = opening_of(line)[-1]["content"], None, []
     with contextlib.closing(environments.client(task[0])) as client, play_errors():
         observation = client.reset(task[1], seed=line.get("seed") or 0)
@@ -101,10 +109,7 @@ def reenact(environments: Environments, line: Mapping[str, Any], env: str | None
                 break
             result = client.step(turn["action_text"])
             if result.is_refusal and not turn.get("parse_error"):
-                raise PlayError(
-                    "these turns are plans, or actions in another format, which only the run that "
-                    "made them could play"
-                )
+                raise PlayError(NOT_ACTIONS)
             states.append(state_of(client))
             if result.observation != recorded:
                 difference = {"turn": number, "then": recorded, "now": result.observation}
