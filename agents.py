@@ -52,12 +52,13 @@ class Agent:
     attempts: int = 1
 
     def opening(self, trajectory: Trajectory, observation: str) -> str:
-        """The first text that the policy reads."""
+        """Begin a trajectory; returns the first text that the policy reads."""
         if self.name == "plan":
             trajectory.next_kind = "plan"
         return self.first_text(observation)
 
     def first_text(self, observation: str) -> str:
+        """The first observation, and for `plan` the request for a plan."""
         return f"{observation}\n{PLAN}" if self.name == "plan" else observation
 
     def next_text(

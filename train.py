@@ -208,16 +208,16 @@ def more_requests(
     `number`-th round of --dynamic-sampling. They come from a stream of their own, a function of
     step and round, so that no later step depends on how many tasks were replaced."""
     c, t = config, (step - 1) * config.dynamic_sampling + number
-    group, first_sample = number * c.tasks_per_step, number * c.tasks_per_step * c.group_size
+    size = c.tasks_per_step, c.group_size
+    first_group, first_sample = number * c.tasks_per_step, number * c.tasks_per_step * c.group_size
     requests: list[RolloutRequest] = []
     for env, own in tasks_by_env(tasks).items():
-        size = c.tasks_per_step, c.group_size
         drawn = draw_requests(t, own, *size, c.seed + 1, step, horizons, outcomes=outcomes)
         requests += [
-            replace(r, group_id=group + r.group_id, sample=first_sample + r.sample)
+            replace(r, group_id=first_group + r.group_id, sample=first_sample + r.sample)
             for r in drawn[: counts.get(env, 0) * c.group_size]
         ]
-        group += counts.get(env, 0)
+        first_group += counts.get(env, 0)  # for the next environment
     return requests
 
 
@@ -361,10 +361,10 @@ class RLWorker(Worker):
 
     @property
     def frozen_weights(self) -> dict[str, str]:
-        weights, teacher = super().frozen_weights, self.config.teacher
-        if self.teacher is not None and teacher and not is_url(teacher):
-            weights["teacher"] = resolve_model(teacher)
-        return weights
+        teacher = self.config.teacher
+        if not teacher or self.config.asks_oracle or is_url(teacher):
+            return super().frozen_weights
+        return super().frozen_weights | {"teacher": resolve_model(teacher)}
 
     def rounds_at(self, step: int) -> dict[str, int]:
         """Environment name -> maximum number of turns at this step."""

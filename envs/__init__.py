@@ -217,10 +217,10 @@ def _problem_of_tools(env_class: Any) -> str | None:
     for tool in tools:
         fields = [part for part in Formatter().parse(tool.template) if part[1]]
         if {name for _, name, _, _ in fields} != {*tool.arguments}:
-            listed = ", ".join(tool.arguments) or "none"
-            return f"has the tool {tool.name} with the arguments {listed} but {tool.template!r}"
+            other = f"other arguments than {', '.join(tool.arguments) or 'none'}"
+            return f"has the tool {tool.name}: {tool.template!r} needs {other}"
         if any(kind not in ("", "d") for _, _, kind, _ in fields):
-            return f"has the tool {tool.name} with {tool.template!r}; expected {{x}} or {{x:d}}"
+            return f"has the tool {tool.name}: {tool.template!r} may use only {{x}} and {{x:d}}"
     return None
 
 

@@ -110,7 +110,7 @@ class Session(Generic[WorkerType]):
         self.best: float | None = None
         self.best_step: int | None = None
         self.evaluated_step: int | None = None
-        self.frozen: dict[str, str] = {}
+        self.frozen: dict[str, str] = {}  # digests of the weights that a resume reads again
         every = config.eval_every if worker.eval_tasks else 0
         eval_steps = [n for n in range(1, config.steps + 1) if is_due(n, every, config.steps)]
         self.time_left = progress.TimeLeft(config.steps, eval_steps)
@@ -160,9 +160,10 @@ class Session(Generic[WorkerType]):
                     f"by another version of this program ({error!r}): resume with that version, "
                     "or start a new run"
                 ) from error
-            for role, folder in worker.frozen_weights.items():
-                digest = self.frozen[role]
-                if digest and state.get("frozen", self.frozen).get(role) != digest:
+            saved = state.get("frozen", self.frozen)  # older checkpoints have none
+            for role, digest in self.frozen.items():
+                if digest and saved.get(role) != digest:
+                    folder = worker.frozen_weights[role]
                     raise TrainingError(
                         f"the weights in {folder} have changed since this run began, but "
                         "resuming needs the original ones: put them back, or start a new run"

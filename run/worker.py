@@ -178,10 +178,9 @@ class Worker:
                 if c.record_state:
                     with contextlib.suppress(NotSupported):  # AgentGym's servers have no /state
                         client.state()
-            num_turns = 2 if c.agent == "plan" else 1
+            num_turns, turns = (2, "a plan and a turn") if c.agent == "plan" else (1, "one turn")
             num_tokens = len(self.openings[-1]) + num_turns * c.max_tokens_per_turn
             if num_tokens > c.max_trajectory_tokens:
-                turns = "a plan and a turn" if c.agent == "plan" else "one turn"
                 raise Misuse(
                     f"--max-trajectory-tokens {c.max_trajectory_tokens} is too small: the first "
                     f"prompt of {task.task_id} and {turns} need {num_tokens} tokens"

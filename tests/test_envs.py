@@ -147,12 +147,12 @@ def test_an_unknown_environment_is_a_one_line_error(coin_file, name, message):
         (
             "World = Coin",
             "from envs import Tool\nWorld = Coin\nCoin.TOOLS = [Tool('say', 'say {side}')]",
-            "the tool say with the arguments none but 'say {side}'",
+            "the tool say: 'say {side}' needs other arguments than none",
         ),
         (
             "World = Coin",
             "from envs.common import tool\nWorld = Coin\nCoin.TOOLS = [tool('say {n:.2f}')]",
-            "the tool say with 'say {n:.2f}'; expected {x} or {x:d}",
+            "the tool say: 'say {n:.2f}' may use only {x} and {x:d}",
         ),
     ],
 )
